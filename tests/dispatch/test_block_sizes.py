@@ -45,13 +45,13 @@ def ill_conditioned(function: str) -> DispatchCase:
 def test_sizes_of_blocks_do_not_show(name, namespace):
     with Pool(ChildOptions(f"tests.honest.retuned:{name}", "cpu")) as pool:
         pool.start()
-        found = {
+        outcomes = {
             case.text: outcome
             for case, outcome in pool.run(
                 ill_conditioned(function) for function in FUNCTIONS if hasattr(namespace, function)
             )
         }
-    assert {text: (o.status, o.finding, o.reason) for text, o in found.items() if o.status != "PASS"} == {}
+    assert {text: (o.status, o.finding, o.reason) for text, o in outcomes.items() if o.status != "PASS"} == {}
 
 
 def added_up_by_blocks(rows: torch.Tensor, handle: Any, **settings: Any) -> Any:
@@ -69,9 +69,9 @@ def showing() -> SimpleNamespace:
 
 def test_sizes_of_blocks_that_show_are_found(one_rank):
     case = two_ranks("hybridep_combine", counts=(4,), values="dyadic")
-    right, wrong = (
+    honest, dependent = (
         evaluate(case, Implementation(namespace), rank=one_rank) for namespace in (retuned(symmetric), showing())
     )
-    assert right.status == "PASS", right
-    assert (wrong.status, wrong.finding["check"]) == ("FAIL", "raises AssertionError")
-    assert "tokens of hybridep_combine depends on the block sizes" in wrong.finding["message"]
+    assert honest.status == "PASS", honest
+    assert (dependent.status, dependent.finding["check"]) == ("FAIL", "raises AssertionError")
+    assert "tokens of hybridep_combine depends on the block sizes" in dependent.finding["message"]

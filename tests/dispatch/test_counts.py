@@ -24,11 +24,11 @@ class Gpu:
         self.asked: list[str] = []
         event = SimpleNamespace(synchronize=lambda: self.asked.append("host waits"))
         stream = SimpleNamespace(
-            wait_stream=lambda other: self.asked.append("side waits"),
+            wait_stream=lambda main: self.asked.append("side waits"),
             record_event=lambda: self.asked.append("event") or event,
         )
         monkeypatch.setattr(overlap.torch.cuda, "current_stream", lambda device: "main")
-        monkeypatch.setattr(overlap.torch.cuda, "stream", lambda one: self)
+        monkeypatch.setattr(overlap.torch.cuda, "stream", lambda side: self)
         monkeypatch.setattr(counts, "side_stream", lambda device: stream)
         monkeypatch.setattr(counts.torch, "empty", self.pinned)
 
@@ -43,10 +43,10 @@ class Gpu:
         self.asked.append("on the main")
 
     def counts(self) -> Any:
-        kept = lambda stream: self.asked.append("memory kept")  # noqa: E731
-        then = SimpleNamespace(record_stream=kept)
-        own = SimpleNamespace(clone=lambda: self.asked.append("kept apart") or then)
-        return SimpleNamespace(device=torch.device("cuda"), shape=(3,), dtype=torch.int64, detach=lambda: own)
+        record_stream = lambda stream: self.asked.append("memory kept")  # noqa: E731
+        then = SimpleNamespace(record_stream=record_stream)
+        counts_view = SimpleNamespace(clone=lambda: self.asked.append("kept apart") or then)
+        return SimpleNamespace(device=torch.device("cuda"), shape=(3,), dtype=torch.int64, detach=lambda: counts_view)
 
 
 COPIED = ["kept apart", "side waits", "on the side", "copy, non_blocking=True", "event", "on the main", "memory kept"]

@@ -57,19 +57,19 @@ def test_a_token_that_counts_once_for_each_expert_of_a_rank_is_found(base):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
 def test_slots_that_name_nobody_are_empty_whatever_they_hold(dtype):
     slots = torch.tensor([[0, -1, 5], [-1, -1, -1], [4, 4, 3]], dtype=dtype)
-    right = moe_ref.deepep_layout(slots, num_experts=6, ranks=2)
+    expected = moe_ref.deepep_layout(slots, num_experts=6, ranks=2)
     got = moe_fast.deepep_layout(
         torch.where(slots < 0, torch.tensor([-7, 6, 100], dtype=dtype), slots), num_experts=6, ranks=2
     )
-    assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(got, right, strict=True))
+    assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(got, expected, strict=True))
 
 
 def test_a_dtype_may_be_too_narrow_for_the_number_of_experts():
     slots = torch.tensor([[5, -1], [127, 100]], dtype=torch.int8)
-    right = moe_ref.deepep_layout(slots.long(), num_experts=400, ranks=4)
+    expected = moe_ref.deepep_layout(slots.long(), num_experts=400, ranks=4)
     for namespace in (moe_ref, moe_fast):
         got = namespace.deepep_layout(slots, num_experts=400, ranks=4)
-        assert all(torch.equal(x, y) for x, y in zip(got, right, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(0, 2), (3, 0), (0, 0)])
@@ -106,12 +106,12 @@ def test_a_case_whose_ranks_do_not_divide_the_experts_cannot_be_written():
     ],
 )
 def test_simpler_cases_are_legal_and_end_at_the_smallest(case):
-    seen, waiting = set(), [case]
+    texts, waiting = set(), [case]
     while waiting:
         smaller = next(iter(scope_of("deepep_layout", Space()).smaller(waiting.pop())), None)
         if smaller:
-            assert smaller.text not in seen and indices(smaller).numel() >= 0
+            assert smaller.text not in texts and indices(smaller).numel() >= 0
             DeepEPLayout().legal(smaller)
-            seen.add(smaller.text)
+            texts.add(smaller.text)
             waiting.append(smaller)
-    assert seen
+    assert texts

@@ -17,13 +17,13 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("part", PARTS, ids=lambda x: f"{tuple(x.shape)} {tuple(x.stride())}")
-def test_rows_come_back_from_bytes(part):
-    sent = as_bytes(part)
-    assert sent.shape == (len(part), part[:1].numel() * part.element_size() if len(part) else 12)
-    back = from_bytes(sent, part)
-    assert back.dtype == part.dtype
-    assert torch.equal(back, part)
+@pytest.mark.parametrize("rows", PARTS, ids=lambda x: f"{tuple(x.shape)} {tuple(x.stride())}")
+def test_rows_come_back_from_bytes(rows):
+    encoded = as_bytes(rows)
+    assert encoded.shape == (len(rows), rows[:1].numel() * rows.element_size() if len(rows) else 12)
+    decoded = from_bytes(encoded, rows)
+    assert decoded.dtype == rows.dtype
+    assert torch.equal(decoded, rows)
 
 
 def test_the_column_has_the_stride_that_this_is_about():

@@ -25,7 +25,7 @@ ROOM = Room(2, 2, 4, 8)
 def flags_of(ranks: int) -> tuple[Tensor, Tensor]:
     """[W,W], by rank and the peer that raises them, and the table of each rank's."""
     flags = torch.zeros((ranks, ranks), dtype=torch.int32, device=DEVICE)
-    return flags, torch.tensor([own.data_ptr() for own in flags], device=DEVICE)
+    return flags, torch.tensor([row.data_ptr() for row in flags], device=DEVICE)
 
 
 def test_a_rank_raises_its_flag_on_every_peer_and_takes_down_those_raised_here():
@@ -76,8 +76,8 @@ class Gpus:
 
 def test_an_offer_names_the_gpu_and_the_bytes_and_opens_as_the_same_bytes(monkeypatch):
     gpus = Gpus(monkeypatch, "GPU-a")
-    whole = torch.zeros(512, dtype=torch.uint8)
-    offer = offer_of(whole[256:300])
+    memory = torch.zeros(512, dtype=torch.uint8)
+    offer = offer_of(memory[256:300])
     assert offer == Offer("GPU-a", ("handle",), 256, 44)
     there = opened(offer, torch.device("cuda", 0))
     there.fill_(7)
@@ -117,21 +117,21 @@ def answered(monkeypatch: pytest.MonkeyPatch, *by_other: Any) -> None:
     """Gathers of two ranks, in which the other rank answers so, or, if None, as this one does."""
     answers = iter(by_other)
 
-    def gather(out: list[Any], own: Any, group: Any) -> None:
-        other = next(answers)
-        out[:] = [own, own if other is None else other]
+    def gather(out: list[Any], value: Any, group: Any) -> None:
+        answer = next(answers)
+        out[:] = [value, value if answer is None else answer]
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
 
 
 @pytest.mark.parametrize(
-    ("other", "chosen"), [(Place("a", "GPU-b"), "symmetric memory"), (Place("a", "GPU-a"), "cuda ipc")]
+    ("peer", "chosen"), [(Place("a", "GPU-b"), "symmetric memory"), (Place("a", "GPU-a"), "cuda ipc")]
 )
-def test_ranks_with_own_gpus_get_symmetric_memory_and_others_cuda_ipc(other, chosen, group, monkeypatch):
+def test_ranks_with_own_gpus_get_symmetric_memory_and_others_cuda_ipc(peer, chosen, group, monkeypatch):
     monkeypatch.setattr(ipc, "place_of", lambda device: Place("a", "GPU-a"))
     monkeypatch.setattr(slabs, "_nvlink", lambda *_: "symmetric memory")
     monkeypatch.setattr(slabs, "_by_handles", lambda *_: "cuda ipc")
-    answered(monkeypatch, other)
+    answered(monkeypatch, peer)
     assert slabs._on_gpus(group, CPU, ROOM) == chosen
 
 
@@ -146,7 +146,7 @@ def test_a_slab_over_ipc_has_all_ranks_regions_and_flags_that_are_down(group, mo
     peer, waited = torch.zeros(10_000, dtype=torch.uint8), []
     monkeypatch.setattr(ipc, "offer_of", lambda memory: "offer")
     monkeypatch.setattr(ipc, "opened", lambda offer, device: peer)
-    monkeypatch.setattr(ipc, "wait_for_all", lambda *how: waited.append(how))
+    monkeypatch.setattr(ipc, "wait_for_all", lambda *arguments: waited.append(arguments))
     answered(monkeypatch, None)
     slab = slabs._by_handles(group, CPU, ROOM)
     flags = slabs.offsets(ROOM)[""]

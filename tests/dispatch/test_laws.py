@@ -51,8 +51,8 @@ def turned(x: torch.Tensor) -> torch.Tensor:
 def wrong_for(count: int) -> Wrapper:
     """A dispatch that gives a rank the wrong rows if it has so many tokens."""
 
-    def dispatch(right: Wrapper, tokens: torch.Tensor, *rest: Any, **settings: Any) -> Any:
-        out = right(tokens, *rest, **settings)
+    def dispatch(original: Wrapper, tokens: torch.Tensor, *arguments: Any, **settings: Any) -> Any:
+        out = original(tokens, *arguments, **settings)
         return out._replace(rows=out.rows.flip(-1) + 1) if len(tokens) == count else out
 
     return dispatch
@@ -61,8 +61,8 @@ def wrong_for(count: int) -> Wrapper:
 def wrong_slots_for(count: int) -> Wrapper:
     """A dispatch that names the experts of other slots if its rank has so many tokens."""
 
-    def dispatch(right: Wrapper, tokens: torch.Tensor, *rest: Any, **settings: Any) -> Any:
-        out = right(tokens, *rest, **settings)
+    def dispatch(original: Wrapper, tokens: torch.Tensor, *arguments: Any, **settings: Any) -> Any:
+        out = original(tokens, *arguments, **settings)
         return out._replace(indices=turned(out.indices)) if len(tokens) == count else out
 
     return dispatch
@@ -71,8 +71,8 @@ def wrong_slots_for(count: int) -> Wrapper:
 def wrong_tokens_for(count: int) -> Wrapper:
     """A combine that gives a rank too much if it has so many tokens."""
 
-    def combine(right: Wrapper, *arguments: Any, **settings: Any) -> Any:
-        out = right(*arguments, **settings)
+    def combine(original: Wrapper, *arguments: Any, **settings: Any) -> Any:
+        out = original(*arguments, **settings)
         tokens = out if isinstance(out, torch.Tensor) else out.tokens
         if len(tokens) != count:
             return out
@@ -82,24 +82,24 @@ def wrong_tokens_for(count: int) -> Wrapper:
 
 
 def wrong_where_the_first_token_wants_the_first_expert(
-    right: Wrapper, tokens: torch.Tensor, routing_map: torch.Tensor, **settings: Any
+    original: Wrapper, tokens: torch.Tensor, routing_map: torch.Tensor, **settings: Any
 ) -> Any:
-    out = right(tokens, routing_map, **settings)
+    out = original(tokens, routing_map, **settings)
     return out._replace(rows=out.rows + 1) if len(tokens) and routing_map[0, 0] else out
 
 
-def wrong_rows(right: Wrapper, *arguments: Any, **settings: Any) -> Any:
-    out = right(*arguments, **settings)
+def wrong_rows(original: Wrapper, *arguments: Any, **settings: Any) -> Any:
+    out = original(*arguments, **settings)
     return out._replace(rows=turned(out.rows))
 
 
-def wrong_probs(right: Wrapper, *arguments: Any, **settings: Any) -> Any:
-    out = right(*arguments, **settings)
+def wrong_probs(original: Wrapper, *arguments: Any, **settings: Any) -> Any:
+    out = original(*arguments, **settings)
     return out._replace(probs=out.probs + 1)
 
 
-def never_overflows(right: Wrapper, *arguments: Any, **settings: Any) -> Any:
-    out = right(*arguments, **settings)
+def never_overflows(original: Wrapper, *arguments: Any, **settings: Any) -> Any:
+    out = original(*arguments, **settings)
     return out._replace(overflow=torch.zeros_like(out.overflow))
 
 
@@ -109,10 +109,14 @@ _captured_with: dict[tuple[Any, ...], Any] = {}
 def stale(output: str) -> Wrapper:
     """A dispatch that keeps its first output in the graph: the same for every routing."""
 
-    def dispatch(right: Wrapper, tokens: torch.Tensor, *rest: Any, **settings: Any) -> Any:
-        out = right(tokens, *rest, **settings)
+    def dispatch(original: Wrapper, tokens: torch.Tensor, *arguments: Any, **settings: Any) -> Any:
+        out = original(tokens, *arguments, **settings)
         return out._replace(
-            **{output: _captured_with.setdefault((right.__name__, output, tokens.shape), getattr(out, output)).clone()}
+            **{
+                output: _captured_with.setdefault(
+                    (original.__name__, output, tokens.shape), getattr(out, output)
+                ).clone()
+            }
         )
 
     return dispatch
@@ -187,7 +191,7 @@ TWINS: list[tuple[str, DispatchCase, str, dict[str, Wrapper]]] = [  # law, case,
         "sequence",
         two_ranks("deepep_dispatch", journey="send+again"),
         "1.rows",
-        {"deepep_cached_dispatch": lambda right, *arguments, **settings: turned(right(*arguments, **settings))},
+        {"deepep_cached_dispatch": lambda original, *arguments, **settings: turned(original(*arguments, **settings))},
     ),
     (
         "graph_capture",
@@ -220,11 +224,13 @@ NARROWEST = 11
 
 def of_its_width(name: str) -> Callable[..., Any]:
     """The reference's function; for tokens of a twin's width, what is broken there."""
-    right = getattr(reference_world, name)
+    reference = getattr(reference_world, name)
 
-    def call(payload: torch.Tensor, *rest: Any, **settings: Any) -> Any:
+    def call(payload: torch.Tensor, *arguments: Any, **settings: Any) -> Any:
         broken = TWINS[payload.shape[-1] - NARROWEST][3].get(name) if payload.shape[-1] >= NARROWEST else None
-        return broken(right, payload, *rest, **settings) if broken else right(payload, *rest, **settings)
+        return (
+            broken(reference, payload, *arguments, **settings) if broken else reference(payload, *arguments, **settings)
+        )
 
     return call
 
@@ -247,23 +253,23 @@ def test_what_breaks_a_law_passes_as_values_and_is_found_by_that_law(twin, broke
     law, case, output, _ = TWINS[twin]
     case = replace(case, hidden=NARROWEST + twin)
     assert CONTRACTS[case.function].laws[law].applies(case)
-    ((_, plain),) = broken_world.run([case])
-    assert (plain.status, plain.finding, plain.reason) == ("PASS", None, "")
-    ((_, found),) = broken_world.run([replace(case, law=law)])
-    assert (found.status, found.finding and (found.finding["check"], found.finding["output"])) == (
+    ((_, by_values),) = broken_world.run([case])
+    assert (by_values.status, by_values.finding, by_values.reason) == ("PASS", None, "")
+    ((_, by_law),) = broken_world.run([replace(case, law=law)])
+    assert (by_law.status, by_law.finding and (by_law.finding["check"], by_law.finding["output"])) == (
         "FAIL",
         (law, output),
-    ), found
+    ), by_law
 
 
 def test_a_dispatcher_whose_graph_reads_its_inputs_again_keeps_the_law(broken_world):
     of_laws = (case for function in FUNCTIONS for case in scope_of(function, Space("cuda")).more([]))
     cases = [case for case in of_laws if case.law == "graph_capture"]
-    found = {
+    outcomes = {
         case.function: (outcome.status, outcome.evaluations, outcome.finding)
         for case, outcome in broken_world.run(cases)
     }
-    assert found == dict.fromkeys(FUNCTIONS, ("PASS", 2, None))
+    assert outcomes == dict.fromkeys(FUNCTIONS, ("PASS", 2, None))
 
 
 def test_every_law_of_dispatchers_alone_has_a_twin():

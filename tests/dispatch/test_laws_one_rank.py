@@ -38,15 +38,15 @@ class Doubled(torch.autograd.Function):
 
 
 def doubling(function: str) -> SimpleNamespace:
-    def dispatch(tokens: torch.Tensor, *rest: Any, **settings: Any) -> Any:
-        return getattr(reference_world, function)(Doubled.apply(tokens), *rest, **settings)
+    def dispatch(tokens: torch.Tensor, *arguments: Any, **settings: Any) -> Any:
+        return getattr(reference_world, function)(Doubled.apply(tokens), *arguments, **settings)
 
     return SimpleNamespace(**{function: dispatch})
 
 
-def asked_alone(law: str, case: DispatchCase, namespace: Any, place: RankContext) -> Any:
+def asked_alone(law: str, case: DispatchCase, namespace: Any, context: RankContext) -> Any:
     """What the law says, whatever the values are."""
-    contract: AtRank[DispatchCase] = AtRank(CONTRACTS[case.function], place)
+    contract: AtRank[DispatchCase] = AtRank(CONTRACTS[case.function], context)
     implementation, problem, outcome = Implementation(namespace), contract.problem(case), Outcome("PASS")
     runner = Runner(implementation, "cpu", case.poison, outcome)
     refusal = lambda call: "" if implementation.offers(call.function) else "not offered"  # noqa: E731
@@ -76,19 +76,19 @@ def test_a_gradient_of_another_matrix_breaks_adjointness(function, one_rank):
 @pytest.mark.parametrize("function", ["deepep_dispatch", "deepep_low_latency_dispatch"])
 @pytest.mark.parametrize("rule", ["expert_twice", "slot_empty"])
 def test_an_index_that_the_policy_rejects_must_raise(function, rule, one_rank):
-    right = reference_world.collective(function)
+    collective = reference_world.collective(function)
 
     def lenient(*arguments: Any, policy: Any = None, **settings: Any) -> Any:
         room = {"max_tokens_per_rank": 9} if function == "deepep_low_latency_dispatch" else {}
-        return right(*arguments, policy=IndexPolicy("count each"), **settings | room)
+        return collective(*arguments, policy=IndexPolicy("count each"), **settings | room)
 
     case = DispatchCase(function=function, illegal=rule, counts=(2,), local_experts=2)
-    found = {
+    outcomes = {
         name: evaluate(case, Implementation(SimpleNamespace(**{function: call})), rank=one_rank)
-        for name, call in (("right", right), ("wrong", lenient))
+        for name, call in (("right", collective), ("wrong", lenient))
     }
-    assert found["right"].status == "PASS", found["right"]
-    assert (found["wrong"].status, found["wrong"].finding["message"]) == (
+    assert outcomes["right"].status == "PASS", outcomes["right"]
+    assert (outcomes["wrong"].status, outcomes["wrong"].finding["message"]) == (
         "FAIL",
         "accepted an illegal indices; it must raise ValueError, or be declared unchecked",
     )
@@ -97,13 +97,13 @@ def test_an_index_that_the_policy_rejects_must_raise(function, rule, one_rank):
 @pytest.mark.parametrize("output", ["rows", "probs", "tokens_per_expert", "overflow"])
 def test_fused_dispatch_without_a_permute_beside_it_is_held_to_the_references(output, one_rank):
     """So is its value: the law finds nothing more there, but it does find what it asks for."""
-    right = reference_world.collective("hybridep_dispatch")
+    collective = reference_world.collective("hybridep_dispatch")
 
     def dispatch(*arguments: Any, **settings: Any) -> Any:
-        out = right(*arguments, **settings)
+        out = collective(*arguments, **settings)
         return out._replace(**{output: ~out.overflow if output == "overflow" else turned(getattr(out, output))})
 
     case = two_ranks("hybridep_dispatch", counts=(5,), align=2, local_experts=3, spread="ragged")
-    assert asked_alone("fused", case, SimpleNamespace(hybridep_dispatch=right), one_rank) is None
+    assert asked_alone("fused", case, SimpleNamespace(hybridep_dispatch=collective), one_rank) is None
     finding = asked_alone("fused", case, SimpleNamespace(hybridep_dispatch=dispatch), one_rank)
     assert (finding.output, finding.check) == (output, "fused")

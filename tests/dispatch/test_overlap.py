@@ -35,10 +35,10 @@ class Streams:
         self.where = "main"
 
     def current_stream(self, device: torch.device) -> Any:
-        return SimpleNamespace(wait_stream=lambda other: self.asked.append("main waits"))
+        return SimpleNamespace(wait_stream=lambda stream: self.asked.append("main waits"))
 
     @contextmanager
-    def stream(self, other: Any) -> Iterator[None]:
+    def stream(self, stream: Any) -> Iterator[None]:
         self.where = "side"
         yield
         self.where = "main"
@@ -65,8 +65,8 @@ def test_on_a_gpu_the_side_waits_for_what_was_before_and_later_work_for_both(gpu
 
 
 def test_work_in_a_backward_is_waited_for_by_the_next_step_alone(gpu, monkeypatch):
-    right = overlap.launched_beside
-    monkeypatch.setattr(overlap, "launched_beside", lambda local, device: right(local, CUDA))
+    launched_beside = overlap.launched_beside
+    monkeypatch.setattr(overlap, "launched_beside", lambda local, device: launched_beside(local, CUDA))
     x = torch.ones(2, requires_grad=True)
     y = x * 1
     y.register_hook(lambda g: gpu.asked.append("exchange on main"))

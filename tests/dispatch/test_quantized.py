@@ -33,8 +33,8 @@ def of(seed: int, ranks: int, dtype: torch.dtype = torch.bfloat16, hidden: int =
     """Tokens of very different sizes: a scale of another row is a wrong one."""
     world = World(seed, ranks, dtype, hidden=hidden)
     world.tokens = [
-        own * torch.exp2((torch.arange(len(own)) * 5 + rank) % 17 - 8.0)[:, None].to(dtype)
-        for rank, own in enumerate(world.tokens)
+        local * torch.exp2((torch.arange(len(local)) * 5 + rank) % 17 - 8.0)[:, None].to(dtype)
+        for rank, local in enumerate(world.tokens)
     ]
     return world
 
@@ -53,32 +53,35 @@ def dispatched(world: World, recipe: Recipe | None, align: int | None = None, nu
 def test_codes_and_scales_that_travel_as_bytes_are_those_of_the_rows(align, num_rows, recipe):
     """Quantised once per token, sent as bytes, permuted there; padding is quantised zeros."""
     world = of(5, 3)
-    plain, right = dispatched(world, None, align, num_rows), dispatched(world, recipe, align, num_rows)
-    sent = moe_ref.quantize(torch.cat(world.tokens), recipe).quantized
+    unquantized, expected = dispatched(world, None, align, num_rows), dispatched(world, recipe, align, num_rows)
+    wire_form = moe_ref.quantize(torch.cat(world.tokens), recipe).quantized
     zeros = moe_ref.quantize(torch.zeros(1, world.hidden, dtype=torch.bfloat16), recipe).quantized
-    for rank, (own, without) in enumerate(zip(right, plain, strict=True)):
-        inside = int(own.tokens_per_expert.sum())
-        source = own.handle.row_tokens[rank][:inside]
+    for rank, (local, without) in enumerate(zip(expected, unquantized, strict=True)):
+        num_used = int(local.tokens_per_expert.sum())
+        source = local.handle.row_tokens[rank][:num_used]
         padding = (source == PADDING)[:, None]
-        assert same(moe_ref.codes(own.rows)[:inside], take_rows(moe_ref.codes(sent), source))
+        assert same(moe_ref.codes(local.rows)[:num_used], take_rows(moe_ref.codes(wire_form), source))
         assert same(
-            moe_ref.scales(own.rows),
-            torch.where(padding, moe_ref.scales(zeros), take_rows(moe_ref.scales(sent), source)),
+            moe_ref.scales(local.rows),
+            torch.where(padding, moe_ref.scales(zeros), take_rows(moe_ref.scales(wire_form), source)),
         )
         assert not moe_ref.codes(zeros).any()
-        assert same(own.probs, without.probs)
-        assert (own.overflow, own.tokens_per_expert.tolist()) == (without.overflow, without.tokens_per_expert.tolist())
+        assert same(local.probs, without.probs)
+        assert (local.overflow, local.tokens_per_expert.tolist()) == (
+            without.overflow,
+            without.tokens_per_expert.tolist(),
+        )
 
 
 def test_the_gradient_is_a_combine_of_the_gradient_of_what_codes_stand_for():
     world = of(6, 2, torch.float32)
-    for own in world.tokens:
-        own.requires_grad_()
-    right = dispatched(world, RECIPES["any scale"], 4)
-    cotangents = [torch.randn(moe_ref.dequantize(own.rows).shape) for own in right]
-    gradients = torch.autograd.grad([moe_ref.dequantize(own.rows) for own in right], world.tokens, cotangents)
-    back = moe_ref.hybridep_combine(cotangents, [own.handle for own in right])
-    assert all(same(gradient, own.tokens) for gradient, own in zip(gradients, back, strict=True))
+    for local in world.tokens:
+        local.requires_grad_()
+    expected = dispatched(world, RECIPES["any scale"], 4)
+    cotangents = [torch.randn(moe_ref.dequantize(local.rows).shape) for local in expected]
+    gradients = torch.autograd.grad([moe_ref.dequantize(local.rows) for local in expected], world.tokens, cotangents)
+    combined = moe_ref.hybridep_combine(cotangents, [local.handle for local in expected])
+    assert all(same(gradient, local.tokens) for gradient, local in zip(gradients, combined, strict=True))
 
 
 @pytest.mark.parametrize("recipe", [Recipe("mxfp8"), Recipe("current"), "block"])
@@ -88,7 +91,7 @@ def test_a_recipe_whose_scales_are_not_of_the_wire_is_refused(recipe):
         dispatched(world, recipe)
     with pytest.raises(ValueError, match="dtype"):
         moe_ref.hybridep_dispatch(
-            [own.to(torch.uint8) for own in world.tokens], world.maps, recipe=RECIPES["any scale"]
+            [local.to(torch.uint8) for local in world.tokens], world.maps, recipe=RECIPES["any scale"]
         )
 
 
@@ -102,28 +105,28 @@ def sent_by_kernels(world: World, recipe: Recipe, align: int | None, num_rows: i
         torch.full((offsets(room)[""],), 0x7F, dtype=torch.uint8, device=there(world.tokens[0]).device)
         for _ in range(world.ranks)
     ]
-    slabs = [slab_of(room, own, [x.data_ptr() for x in memory], lambda: None) for own in memory]
-    given = [
+    slabs = [slab_of(room, local, [x.data_ptr() for x in memory], lambda: None) for local in memory]
+    arguments = [
         (there(world.tokens[r]), there(world.maps[r]), there(world.probs[r]), align or 1, num_rows, slabs[r], r)
         for r in range(world.ranks)
     ]
-    return in_step([send(*own, once=once, recipe=recipe) for own in given]), slabs
+    return in_step([send(*local, once=once, recipe=recipe) for local in arguments]), slabs
 
 
-def wrong(world: World, recipe: Recipe, align: int | None, num_rows: int, got: list) -> list[str]:
+def differing_parts(world: World, recipe: Recipe, align: int | None, num_rows: int, got: list) -> list[str]:
     """What differs from the reference."""
-    found = []
-    for own, (form, probs, counts, handle) in zip(dispatched(world, recipe, align, num_rows), got, strict=True):
-        inside = int(own.tokens_per_expert.sum())
+    differing = []
+    for local, (form, probs, counts, handle) in zip(dispatched(world, recipe, align, num_rows), got, strict=True):
+        num_used = int(local.tokens_per_expert.sum())
         pairs = {
-            "codes": (form.codes_MN[:inside], moe_ref.codes(own.rows)[:inside]),
-            "scales": (form.scale[:inside], moe_ref.scales(own.rows)),
-            "probs": (probs[:inside], own.probs[:inside]),
-            "counts": (counts, own.tokens_per_expert),
+            "codes": (form.codes_MN[:num_used], moe_ref.codes(local.rows)[:num_used]),
+            "scales": (form.scale[:num_used], moe_ref.scales(local.rows)),
+            "probs": (probs[:num_used], local.probs[:num_used]),
+            "counts": (counts, local.tokens_per_expert),
         }
-        found += [name for name, pair in pairs.items() if not same(*pair)]
-        found += ["overflow"] * (bool(handle.overflow_W[own.handle.rank]) != bool(own.overflow))
-    return found
+        differing += [name for name, pair in pairs.items() if not same(*pair)]
+        differing += ["overflow"] * (bool(handle.overflow_W[local.handle.rank]) != bool(local.overflow))
+    return differing
 
 
 @pytest.mark.parametrize("once", [True, False])
@@ -133,11 +136,15 @@ def wrong(world: World, recipe: Recipe, align: int | None, num_rows: int, got: l
 def test_kernels_send_the_references_codes_and_scales(name, align, num_rows, once):
     world, recipe = of(2 + num_rows, 3), RECIPES[name]
     got, slabs = sent_by_kernels(world, recipe, align, num_rows, once)
-    assert wrong(world, recipe, align, num_rows, got) == []
-    made = [torch.randn(num_rows, world.hidden).bfloat16() for _ in got]
-    back = moe_ref.hybridep_combine(made, [own.handle for own in dispatched(world, recipe, align, num_rows)])
-    pulled = in_step([collect(there(made[rank]), None, handle, slabs[rank]) for rank, (*_, handle) in enumerate(got)])
-    assert all(same(tokens, own.tokens) for (tokens, _), own in zip(pulled, back, strict=True))
+    assert differing_parts(world, recipe, align, num_rows, got) == []
+    expert_rows = [torch.randn(num_rows, world.hidden).bfloat16() for _ in got]
+    combined = moe_ref.hybridep_combine(
+        expert_rows, [local.handle for local in dispatched(world, recipe, align, num_rows)]
+    )
+    pulled = in_step(
+        [collect(there(expert_rows[rank]), None, handle, slabs[rank]) for rank, (*_, handle) in enumerate(got)]
+    )
+    assert all(same(tokens, local.tokens) for (tokens, _), local in zip(pulled, combined, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -151,15 +158,17 @@ def test_kernels_send_rows_of_any_width_and_dtype(dtype, hidden, monkeypatch):
     )
     world = of(3, 2, dtype, hidden)
     got, _ = sent_by_kernels(world, RECIPES["powers of two"], 4, 40, True)
-    assert wrong(world, RECIPES["powers of two"], 4, 40, got) == []
+    assert differing_parts(world, RECIPES["powers of two"], 4, 40, got) == []
 
 
 def test_kernels_send_what_is_no_number():
     world = of(4, 2, torch.float32)
-    for own in world.tokens:
-        own[::2, ::3] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 1e-40]).repeat(9)[: own[:1, ::3].shape[1]]
+    for local in world.tokens:
+        local[::2, ::3] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 1e-40]).repeat(9)[
+            : local[:1, ::3].shape[1]
+        ]
     got, _ = sent_by_kernels(world, RECIPES["any scale"], 4, 40, True)
-    assert wrong(world, RECIPES["any scale"], 4, 40, got) == []
+    assert differing_parts(world, RECIPES["any scale"], 4, 40, got) == []
 
 
 # ---- the bytes of the ranks that only send and receive
@@ -171,9 +180,9 @@ def test_bytes_of_zeros_are_a_row_of_zeros(hidden, recipe):
     tokens = torch.randn(5, hidden)
     record, of_zeros = wire.packed(there(tokens), recipe)
     form = wire.unpacked(torch.cat([record, torch.zeros_like(record[:2])]), of_zeros, hidden)
-    right = moe_ref.quantize(torch.cat([tokens, torch.zeros(2, hidden)]), recipe).quantized
-    assert same(form.codes_MN, moe_ref.codes(right))
-    assert same(form.scale, moe_ref.scales(right))
+    expected = moe_ref.quantize(torch.cat([tokens, torch.zeros(2, hidden)]), recipe).quantized
+    assert same(form.codes_MN, moe_ref.codes(expected))
+    assert same(form.scale, moe_ref.scales(expected))
     assert record.shape[1] == hidden + 4 * -(-hidden // 128)
 
 
@@ -190,7 +199,7 @@ def test_an_amax_that_did_not_travel_is_not_known():
 def test_a_defect_is_noticed(defect):
     world, recipe = of(3, 2), RECIPES["any scale"]
     got, _ = sent_by_kernels(world, recipe, 4, 40, True)
-    assert wrong(world, recipe, 4, 40, got) == []
+    assert differing_parts(world, recipe, 4, 40, got) == []
     for i, (form, probs, counts, handle) in enumerate(got):
         if defect == "the scale of another row":
             form = replace(form, scale=form.scale.roll(1, 0))
@@ -199,14 +208,14 @@ def test_a_defect_is_noticed(defect):
         else:
             form = replace(form, codes_MN=form.codes_MN ^ 1)
         got[i] = (form, probs, counts, handle)
-    assert set(wrong(world, recipe, 4, 40, got)) == {"codes" if defect.startswith("codes") else "scales"}
+    assert set(differing_parts(world, recipe, 4, 40, got)) == {"codes" if defect.startswith("codes") else "scales"}
 
 
 # ---- the suite
 
 
 def case(**fields) -> DispatchCase:
-    plain = {
+    defaults = {
         "counts": (3, 0, 2),
         "local_experts": 2,
         "hidden": 130,
@@ -216,7 +225,7 @@ def case(**fields) -> DispatchCase:
         "align": 4,
         "fp8": "fp8",
     }
-    return DispatchCase(function="hybridep_dispatch", **plain | fields)
+    return DispatchCase(function="hybridep_dispatch", **defaults | fields)
 
 
 WORLDS = [
@@ -232,17 +241,20 @@ WORLDS = [
 def test_ranks_pass(name):
     with Pool(ChildOptions(name, "cpu")) as pool:
         pool.start()
-        outcomes = [pool.worlds.run(each) for each in WORLDS]
-    assert [(found.status, found.finding, found.reason) for found in outcomes] == [("PASS", None, "")] * len(WORLDS)
+        outcomes = [pool.worlds.run(case) for case in WORLDS]
+    assert [(outcome.status, outcome.finding, outcome.reason) for outcome in outcomes] == [("PASS", None, "")] * len(
+        WORLDS
+    )
 
 
 @pytest.mark.parametrize(("name", "output"), [("W01", "scales"), ("W02", "scales"), ("W03", "scales")])
 def test_a_planted_defect_shows_where_it_should(name, output):
     with Pool(ChildOptions(f"conformance.mutants.planted:{name}.moe_ref", "cpu")) as pool:
         pool.start()
-        outcomes = [pool.worlds.run(each) for each in (case(hidden=5, align=8), replace(case(), fp8=""))]
+        outcomes = [pool.worlds.run(one_case) for one_case in (case(hidden=5, align=8), replace(case(), fp8=""))]
     assert [
-        (found.status, found.finding and (found.finding["output"], found.finding["check"])) for found in outcomes
+        (outcome.status, outcome.finding and (outcome.finding["output"], outcome.finding["check"]))
+        for outcome in outcomes
     ] == [
         ("FAIL", (output, "exact")),
         ("PASS", None),

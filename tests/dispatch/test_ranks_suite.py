@@ -30,8 +30,8 @@ ALL = "aux+seq+global+z"
 
 
 def route(counts: tuple[int, ...], **fields) -> RouteCase:
-    plain = {"experts": 6, "topk": 2, "losses": ALL, "grads": "logits", "seed": 3}
-    return RouteCase(function="route", counts=counts, tokens=sum(counts), **plain | fields)
+    defaults = {"experts": 6, "topk": 2, "losses": ALL, "grads": "logits", "seed": 3}
+    return RouteCase(function="route", counts=counts, tokens=sum(counts), **defaults | fields)
 
 
 UNEVEN = route((3, 0, 2, 4), padding=2, ranks=4)
@@ -49,24 +49,12 @@ SHARED = SharedCase(
     seed=1,
 )
 CASES = [
-    *(
-        route((2, 2)),
-        route((2, 2), ranks=2, per_token=True),
-        route((4, 2, 0), sequences=2, ranks=3),
-        route((3,)),
-        UNEVEN,
-        replace(UNEVEN, per_token=True),
-    ),
-    *(
-        SPLIT,
-        replace(SPLIT, per_token=True, bias=True, steps="train+train+finish+train"),
-        route((0, 0)),
-        UPDATED,
-        GATE,
-        SHARED,
-    ),
+    *(route((2, 2)), route((2, 2), ranks=2, per_token=True), route((4, 2, 0), sequences=2, ranks=3), route((3,)),
+     UNEVEN, replace(UNEVEN, per_token=True)),
+    *(SPLIT, replace(SPLIT, per_token=True, bias=True, steps="train+train+finish+train"), route((0, 0)), UPDATED, GATE,
+     SHARED),
     *(replace(GATE, dtype="bfloat16", router_dtype="fp32"), replace(SHARED, dtype="bfloat16")),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["moe_ref", "moe_fast"])
@@ -82,7 +70,7 @@ def outcomes(pool: Pool, cases: list) -> dict[str, tuple]:
 
 def test_who_sums_over_ranks_as_the_reference_does_passes(world):
     assert {
-        text: told for text, told in outcomes(world, CASES).items() if told[0] not in ("PASS", "UNINFORMATIVE")
+        text: verdict for text, verdict in outcomes(world, CASES).items() if verdict[0] not in ("PASS", "UNINFORMATIVE")
     } == {}
 
 
@@ -94,7 +82,7 @@ def test_who_sums_over_ranks_as_the_reference_does_passes(world):
 def test_laws_hold_over_ranks(case, world):
     laws = [law.name for law in CONTRACTS[case.function].laws.values() if not law.device and law.applies(case)]
     assert laws == ["history", "determinism", "one_process"]
-    assert {told[0] for told in outcomes(world, [replace(case, law=law) for law in laws]).values()} == {"PASS"}
+    assert {verdict[0] for verdict in outcomes(world, [replace(case, law=law) for law in laws]).values()} == {"PASS"}
 
 
 # ---- defects: (name, a case that shows it, the output that is wrong)
@@ -120,9 +108,9 @@ def test_a_planted_defect_shows_where_it_should_and_mostly_only_among_ranks(name
     with Pool(ChildOptions(f"conformance.mutants.planted:{name}.moe_ref", "cpu")) as pool:
         pool.start()
         outcomes = dict(pool.run([case, replace(case, counts=())]))
-    among, alone = outcomes[case], outcomes[replace(case, counts=())]
+    among, one_process = outcomes[case], outcomes[replace(case, counts=())]
     assert (among.status, among.finding and among.finding["output"]) == ("FAIL", output)
-    assert name in ALREADY_ALONE or alone.status == "PASS"
+    assert name in ALREADY_ALONE or one_process.status == "PASS"
 
 
 def test_the_rank_whose_bias_differs_is_named():
@@ -133,10 +121,10 @@ def test_the_rank_whose_bias_differs_is_named():
 
 
 def test_a_bias_that_is_off_by_one_bit_is_wrong():
-    right = CONTRACTS["route"].expected(UPDATED, CONTRACTS["route"].problem(UPDATED), {})["state.expert_bias"]
-    assert right.value.any()
-    assert judge("state.expert_bias", right, right.value) is None
-    assert judge("state.expert_bias", right, torch.nextafter(right.value, torch.ones(()))) is not None
+    expected = CONTRACTS["route"].expected(UPDATED, CONTRACTS["route"].problem(UPDATED), {})["state.expert_bias"]
+    assert expected.value.any()
+    assert judge("state.expert_bias", expected, expected.value) is None
+    assert judge("state.expert_bias", expected, torch.nextafter(expected.value, torch.ones(()))) is not None
 
 
 # ---- the law: what is right among ranks and wrong alone
@@ -164,9 +152,9 @@ OTHER_ALONE = SimpleNamespace(
 @pytest.mark.parametrize("case", [route((2, 2), ranks=2, losses="aux+seq"), GATE, SHARED], ids=lambda c: c.function)
 def test_the_law_of_one_process_finds_what_only_it_can(case):
     with Pool(ChildOptions("tests.dispatch.test_ranks_suite:OTHER_ALONE", "cpu", search=HERE)) as pool:
-        found = list(pool.run([case, replace(case, law="one_process")]))
-    assert [outcome.status for _, outcome in found] == ["PASS", "FAIL"]
-    assert found[1][1].finding["check"] == "one_process"
+        judged = list(pool.run([case, replace(case, law="one_process")]))
+    assert [outcome.status for _, outcome in judged] == ["PASS", "FAIL"]
+    assert judged[1][1].finding["check"] == "one_process"
 
 
 # ---- what is right, worked out token by token
@@ -185,7 +173,7 @@ def test_the_losses_of_each_rank_are_those_of_loops_over_all_tokens(case, groups
     case = replace(case, score="softmax", dtype="float32", grads="")
     calls = CONTRACTS["route"].calls(case)
     logits = [call.required["logits.0"].double().tolist() for call in calls]
-    assert [x for own in logits for x in own] == logits_of_step(case, 0).double().tolist()
+    assert [x for local in logits for x in local] == logits_of_step(case, 0).double().tolist()
     padding = [call.settings["padding_mask"].tolist() for call in calls]
     valid = [[x for x, padded in zip(*both, strict=True) if not padded] for both in zip(logits, padding, strict=True)]
     coeff, experts, topk = case.coeff / 8, case.experts, case.topk
@@ -202,16 +190,16 @@ def test_the_losses_of_each_rank_are_those_of_loops_over_all_tokens(case, groups
             * sum(count[e] * softmax(x)[e] for x in valid[rank] for e in range(experts))
         )
 
-    for rank, own in enumerate(valid):
-        right = CONTRACTS["route"].right_at(rank, case, calls, {})
-        square = [math.log(sum(map(math.exp, x))) ** 2 for x in own]
+    for rank, local in enumerate(valid):
+        values = CONTRACTS["route"].right_at(rank, case, calls, {})
+        square = [math.log(sum(map(math.exp, x))) ** 2 for x in local]
         expected = {
             "aux_loss": share(rank, groups[rank]),
             "seq_aux_loss": share(rank, groups[rank]),
             "global_aux_loss": share(rank, range(4)),
-            "z_loss": coeff / len(groups[rank]) * sum(square) / max(len(own), 1),
+            "z_loss": coeff / len(groups[rank]) * sum(square) / max(len(local), 1),
         }
-        assert {name: right[f"0.{name}"].value.item() for name in expected} == pytest.approx(expected, rel=1e-12)
+        assert {name: values[f"0.{name}"].value.item() for name in expected} == pytest.approx(expected, rel=1e-12)
 
 
 # ---- cases
@@ -219,8 +207,8 @@ def test_the_losses_of_each_rank_are_those_of_loops_over_all_tokens(case, groups
 
 def test_a_case_over_ranks_is_reduced_to_the_known_minimum():
     def attempt(case) -> Outcome:
-        wrong = len(case.counts) > 1 and case.counts[1] < case.counts[0] and "seq" in case.losses
-        return Outcome("FAIL", {"output": "", "check": "", "message": "", "index": ()}) if wrong else Outcome("PASS")
+        is_wrong = len(case.counts) > 1 and case.counts[1] < case.counts[0] and "seq" in case.losses
+        return Outcome("FAIL", {"output": "", "check": "", "message": "", "index": ()}) if is_wrong else Outcome("PASS")
 
     many = route(
         (6, 2, 4, 8),
@@ -232,18 +220,18 @@ def test_a_case_over_ranks_is_reduced_to_the_known_minimum():
         steps="train+finish+train",
         law="history",
     )
-    found = reduce(many, attempt(many), attempt, 20)
-    assert found.finished
-    assert found.case == RouteCase(function="route", counts=(1, 0), tokens=1, losses="seq")
+    reduced = reduce(many, attempt(many), attempt, 20)
+    assert reduced.finished
+    assert reduced.case == RouteCase(function="route", counts=(1, 0), tokens=1, losses="seq")
 
 
 def test_what_fails_in_one_process_too_is_reduced_to_one():
-    found = reduce(UNEVEN, Outcome("HANG"), lambda case: Outcome("HANG"), 20)
-    assert (found.case.counts, found.finished) == ((), True)
+    reduced = reduce(UNEVEN, Outcome("HANG"), lambda case: Outcome("HANG"), 20)
+    assert (reduced.case.counts, reduced.finished) == ((), True)
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "sentence"),
     [
         ({"counts": (2, 1), "tokens": 4}, "the sum tokens, 4"),
         ({"counts": (3, -1), "tokens": 2}, "numbers ≥ 0"),
@@ -251,8 +239,8 @@ def test_what_fails_in_one_process_too_is_reduced_to_one():
         ({"counts": (1, 1, 1), "tokens": 3, "ranks": 2}, "ranks their number"),
     ],
 )
-def test_counts_that_do_not_fit_are_refused_with_a_sentence(fields, told):
-    with pytest.raises(ValueError, match=told):
+def test_counts_that_do_not_fit_are_refused_with_a_sentence(fields, sentence):
+    with pytest.raises(ValueError, match=sentence):
         checked(RouteCase(function="route", **fields))
 
 

@@ -25,17 +25,17 @@ def called(dispatcher: str, group: Any, **sizes: Any) -> list[torch.Tensor]:
     slots = torch.tensor([[0, 2], [1, -1], [2, 0], [-1, -1]])
     if dispatcher in MAPS:
         routing_map = (slots[:, :, None] == torch.arange(EXPERTS)).any(1)
-        sent = getattr(moe_fast, f"{dispatcher}_dispatch")(x, routing_map, group=group, **sizes)
-        back = getattr(moe_fast, f"{dispatcher}_combine")(sent.rows * 2, sent.handle, group=group)
+        dispatched = getattr(moe_fast, f"{dispatcher}_dispatch")(x, routing_map, group=group, **sizes)
+        combined = getattr(moe_fast, f"{dispatcher}_combine")(dispatched.rows * 2, dispatched.handle, group=group)
     elif dispatcher == "deepep":
-        sent = moe_fast.deepep_dispatch(x, slots, num_experts=EXPERTS, group=group, **sizes)
-        back = moe_fast.deepep_combine(sent.rows * 2, sent.handle, group=group)
+        dispatched = moe_fast.deepep_dispatch(x, slots, num_experts=EXPERTS, group=group, **sizes)
+        combined = moe_fast.deepep_combine(dispatched.rows * 2, dispatched.handle, group=group)
     else:
         settings = {"num_experts": EXPERTS, "max_tokens_per_rank": 4, "group": group}
-        sent = moe_fast.deepep_low_latency_dispatch(x, slots, **settings, **sizes)
-        rows, probs = sent.rows * 2, torch.ones(slots.shape)
-        back = moe_fast.deepep_low_latency_combine(rows, slots, probs, sent.handle, group=group)
-    y = getattr(back, "tokens", back)
+        dispatched = moe_fast.deepep_low_latency_dispatch(x, slots, **settings, **sizes)
+        rows, probs = dispatched.rows * 2, torch.ones(slots.shape)
+        combined = moe_fast.deepep_low_latency_combine(rows, slots, probs, dispatched.handle, group=group)
+    y = getattr(combined, "tokens", combined)
     y.backward(torch.ones_like(y))
     return [y.detach(), x.grad]
 
@@ -45,14 +45,14 @@ def called(dispatcher: str, group: Any, **sizes: Any) -> list[torch.Tensor]:
 def test_with_a_static_size_the_host_reads_nothing_and_without_one_it_does(
     dispatcher: str, one_rank: RankContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = called(dispatcher, one_rank.group)
+    expected = called(dispatcher, one_rank.group)
     reads = record_reads(monkeypatch)
-    found = called(dispatcher, one_rank.group, **(MAPS | SLOTS)[dispatcher])
-    few = len(reads)
+    results = called(dispatcher, one_rank.group, **(MAPS | SLOTS)[dispatcher])
+    static_reads = len(reads)
     called(dispatcher, one_rank.group)
-    assert few == 0 < len(reads)
+    assert static_reads == 0 < len(reads)
     monkeypatch.undo()
-    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("function", ["deepep_dispatch", "deepep_low_latency_dispatch"])

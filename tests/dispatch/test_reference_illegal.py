@@ -5,7 +5,7 @@ import torch
 
 import moe_ref
 from moe_ref.config import IndexPolicy
-from tests.dispatch.worlds import fields
+from tests.dispatch.test_reference import fields
 
 
 def sent_by(name: str) -> list:
@@ -19,8 +19,8 @@ def sent_by_deepep() -> list:
 def slab_call(tokens: int = 2, slots: int = 2) -> tuple:
     """A call of combine that is legal but for the numbers."""
     indices = [torch.tensor([[0, 1], [-1, 1]])]
-    (sent,) = moe_ref.deepep_low_latency_dispatch(X[:1], indices, num_experts=2, max_tokens_per_rank=2)
-    return [sent.rows], [indices[0][:tokens, :slots]], [torch.ones(tokens, slots)], [sent.handle]
+    (dispatched,) = moe_ref.deepep_low_latency_dispatch(X[:1], indices, num_experts=2, max_tokens_per_rank=2)
+    return [dispatched.rows], [indices[0][:tokens, :slots]], [torch.ones(tokens, slots)], [dispatched.handle]
 
 
 X, M, I2 = [torch.ones(2, 1)] * 2, [torch.ones(2, 2) > 0] * 2, [torch.tensor([[0], [1]])] * 2

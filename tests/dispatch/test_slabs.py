@@ -39,9 +39,12 @@ def dispatched(slab: Slab, seed: int) -> bool:
     noise = torch.Generator().manual_seed(seed)
     tokens, routing_map = torch.randn((3, 2), generator=noise), torch.rand((3, 2), generator=noise) < 0.7
     rows, _, counts, _ = run(send(tokens, routing_map, None, 1, 4, slab, 0), slab)
-    right = moe_ref.hybridep_dispatch([tokens], [routing_map], num_rows=4)[0]
-    inside = int(counts.sum())
-    return torch.equal(counts, right.tokens_per_expert) and not (bits(rows[:inside]) != bits(right.rows[:inside])).any()
+    expected = moe_ref.hybridep_dispatch([tokens], [routing_map], num_rows=4)[0]
+    num_used = int(counts.sum())
+    return (
+        torch.equal(counts, expected.tokens_per_expert)
+        and not (bits(rows[:num_used]) != bits(expected.rows[:num_used])).any()
+    )
 
 
 def test_what_a_graph_has_captured_stays_when_more_room_is_needed(group):
@@ -53,17 +56,17 @@ def test_what_a_graph_has_captured_stays_when_more_room_is_needed(group):
     captured = [ref(x) for x in (slab, slab.memory, *slab.tables.values(), *slab.memories)]
     del slab
     gc.collect()
-    assert None not in [each() for each in captured]
+    assert None not in [weak() for weak in captured]
     assert slab_for(group[0], CPU, Room(1, 1, 5, 4)) is larger
 
 
 def test_all_of_it_ends_with_the_group(group):
     first, second = (slab_for(group[0], CPU, Room(1, 1, rows, 8)) for rows in (2, 5))
-    kept = [ref(first), ref(second)]
+    weak_slabs = [ref(first), ref(second)]
     del first, second
     dist.destroy_process_group(group.pop())
     gc.collect()
-    assert [each() for each in kept] == [None, None]
+    assert [weak() for weak in weak_slabs] == [None, None]
 
 
 def test_what_is_left_behind_is_no_more_than_what_is_used():
@@ -82,12 +85,16 @@ def test_tokens_travel_early_between_two_ranks_alone(group):
     tokens, routing_map = torch.ones(3, 2), torch.ones(3, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match="group is of 1 ranks; it must be of two"):
         start_early(tokens, num_experts=2, num_rows=6, group=group[0])
-    early = Early(tokens, slab_for(group[0], CPU, Room(1, 2, 6, 8)), lambda: None)
-    settings: dict[str, Any] = {"num_rows": 6, "group": group[0], "early": early}
+    transfer = Early(tokens, slab_for(group[0], CPU, Room(1, 2, 6, 8)), lambda: None)
+    settings: dict[str, Any] = {"num_rows": 6, "group": group[0], "early": transfer}
     hybridep_dispatch(tokens, routing_map, **settings)
-    for others, more in ((tokens.clone(), {}), (tokens, {"deduplicate": False}), (tokens, {"recipe": Recipe("block")})):
+    for other_tokens, options in (
+        (tokens.clone(), {}),
+        (tokens, {"deduplicate": False}),
+        (tokens, {"recipe": Recipe("block")}),
+    ):
         with pytest.raises(ValueError, match="early is of other tokens or rows, or with a recipe or duplicates"):
-            hybridep_dispatch(others, routing_map, **settings, **more)
+            hybridep_dispatch(other_tokens, routing_map, **settings, **options)
 
 
 # ---- over NVLink, with torch's part of it played
@@ -103,10 +110,10 @@ def meet(
     handle = SimpleNamespace(
         multicast_ptr=multicast_ptr,
         get_remote_tensor=lambda rank, shape, dtype: torch.empty(shape, dtype=dtype),
-        barrier=lambda **how: waited.append(how),
+        barrier=lambda **arguments: waited.append(arguments),
     )
     monkeypatch.setattr(symmetric, "empty", torch.empty)
-    monkeypatch.setattr(symmetric, "rendezvous", lambda own, group: handle)
+    monkeypatch.setattr(symmetric, "rendezvous", lambda memory, group: handle)
     if set_to is None:
         monkeypatch.delenv(MULTICAST, raising=False)
     else:

@@ -59,9 +59,11 @@ def plain(function: str, **fields) -> DispatchCase:
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_reference_passes(function, world):
     cases = [*fixed_cases(function, Space()), *drawn(strategy(function, Space()), 5, DRAWS)]
-    found = {case.text: world.worlds.run(case) for case in cases}
+    outcomes = {case.text: world.worlds.run(case) for case in cases}
     assert {
-        text: (o.status, o.finding, o.reason) for text, o in found.items() if o.status not in ("PASS", "UNINFORMATIVE")
+        text: (o.status, o.finding, o.reason)
+        for text, o in outcomes.items()
+        if o.status not in ("PASS", "UNINFORMATIVE")
     } == {}
 
 
@@ -73,11 +75,11 @@ def test_the_reference_keeps_every_law(function, world):
         plain(function, values="integers", journey=SEQUENCES.get(function, "")),
     ]
     laws = [law for law in CONTRACTS[function].laws.values() if not law.device]
-    asked = [
+    law_cases = [
         (law.name, replace(case, law=law.name)) for law in laws for case in dict.fromkeys(some) if law.applies(case)
     ]
-    assert {name for name, _ in asked} == {law.name for law in laws}
-    outcomes = [(name, world.worlds.run(case)) for name, case in asked]
+    assert {name for name, _ in law_cases} == {law.name for law in laws}
+    outcomes = [(name, world.worlds.run(case)) for name, case in law_cases]
     assert [(name, o.status, o.finding, o.reason) for name, o in outcomes if o.status != "PASS"] == []
 
 
@@ -90,21 +92,21 @@ def test_the_gate_asks_for_every_law_of_a_dispatcher_of_several_ranks_with_rows(
     cases = [
         case for kind in ("fixed", "covering") for case in cases_of(Section(kind, function), PROFILES["gate"], space, 0)
     ]
-    alone = "host_sync" if space.shared_ranks > space.ranks else ""  # ranks on one GPU wait for their transport
-    asked = {
+    single_rank = "host_sync" if space.shared_ranks > space.ranks else ""  # ranks on one GPU wait for their transport
+    laws = {
         case.law
         for case in cases
         if case.law in scope_of(function, space).laws(case)
-        and case.ranks > (0 if case.law == alone else 1)
-        and sum(int(own.sum()) for own in maps_of(case))
+        and case.ranks > (0 if case.law == single_rank else 1)
+        and sum(int(routing_map.sum()) for routing_map in maps_of(case))
     }
-    assert asked == {law.name for law in CONTRACTS[function].laws.values() if law.device in ("", space.device)}
+    assert laws == {law.name for law in CONTRACTS[function].laws.values() if law.device in ("", space.device)}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_ranks_that_share_a_gpu_get_few_small_cases_of_every_number_of_ranks(function):
     sections = [Section("fixed", function), Section("covering", function), Section("drawn", function)]
-    cases = [case for each in sections for case in cases_of(each, PROFILES["gate"], ONE_GPU, 0)]
+    cases = [case for section in sections for case in cases_of(section, PROFILES["gate"], ONE_GPU, 0)]
     shared = [case for case in cases if case.ranks > 1]
     assert {case.ranks for case in shared} == {2, 3, 4}
     assert 8 <= len(shared) <= 25 < len(cases)
@@ -122,21 +124,21 @@ def test_rows_that_ranks_add_are_of_all_ranks_even_on_one_gpu(function):
 @pytest.mark.parametrize(("gpus", "sharing"), [(2, {3, 4}), (3, {4})])
 def test_with_some_gpus_only_cases_of_more_ranks_share_them(gpus, sharing):
     scope = scope_of("deepep_combine", Space("cuda", ranks=gpus, shared_ranks=4))
-    own = scope.covering().cases
-    assert {case.ranks for case in own} == set(range(1, gpus + 1))
-    assert {case.ranks for case in scope.more(own)} == {2} | sharing  # cases of laws have two
+    covering = scope.covering().cases
+    assert {case.ranks for case in covering} == set(range(1, gpus + 1))
+    assert {case.ranks for case in scope.more(covering)} == {2} | sharing  # cases of laws have two
 
 
 def test_without_cases_for_them_some_laws_are_asked_by_nobody():
     """The twin: the cases that are there for something else."""
     space = Space("cuda")
-    others = [
+    cases = [
         *fixed_cases("hybridep_combine", space),
         *covering_cases("hybridep_combine", space).cases,
         *scope_of("hybridep_combine", space).always(),
     ]
-    assert {"host_sync", "graph_capture"}.isdisjoint(case.law for case in others)
-    assert {"host_sync", "graph_capture"} <= {case.law for case in scope_of("hybridep_combine", space).more(others)}
+    assert {"host_sync", "graph_capture"}.isdisjoint(case.law for case in cases)
+    assert {"host_sync", "graph_capture"} <= {case.law for case in scope_of("hybridep_combine", space).more(cases)}
 
 
 # ---- defects: (name, a case that shows it, what is wrong, how it was seen)
@@ -206,24 +208,24 @@ def _slab() -> tuple[DispatchCase, object]:
 
 
 def test_a_slab_in_another_order_is_right_and_one_with_a_strange_row_is_not():
-    _, right = _slab()
-    count = int(right.tokens_per_expert[0])
-    order = torch.arange(right.rows.shape[1])
+    _, expected = _slab()
+    count = int(expected.tokens_per_expert[0])
+    order = torch.arange(expected.rows.shape[1])
     order[:count] = torch.cat(
         [torch.arange(4, count), torch.arange(4).flip(0)]
     )  # the second source first, the first source backwards
-    other = {"rows": right.rows[:, order], "source_tokens": right.source_tokens[:, order]}
-    other["layout_range"] = torch.tensor([[(count - 4) * COUNT + 4, count - 4]])
-    other["tokens_per_expert"] = right.tokens_per_expert
+    shuffled = {"rows": expected.rows[:, order], "source_tokens": expected.source_tokens[:, order]}
+    shuffled["layout_range"] = torch.tensor([[(count - 4) * COUNT + 4, count - 4]])
+    shuffled["tokens_per_expert"] = expected.tokens_per_expert
 
     def verdicts(outputs):
-        return {name: judge(name, x.resolve(outputs), outputs[name]) for name, x in judged(right).items()}
+        return {name: judge(name, x.resolve(outputs), outputs[name]) for name, x in judged(expected).items()}
 
-    assert set(verdicts(other).values()) == {None}
-    assert verdicts(other | {"rows": other["rows"].roll(1, 1)})["rows"]
-    assert verdicts(other | {"source_tokens": other["source_tokens"].roll(1, 1)})["source_tokens"]
-    assert verdicts(other | {"layout_range": other["layout_range"] + COUNT})["layout_range"]
-    assert order_of(other["layout_range"] + COUNT, other["source_tokens"], right) is None
+    assert set(verdicts(shuffled).values()) == {None}
+    assert verdicts(shuffled | {"rows": shuffled["rows"].roll(1, 1)})["rows"]
+    assert verdicts(shuffled | {"source_tokens": shuffled["source_tokens"].roll(1, 1)})["source_tokens"]
+    assert verdicts(shuffled | {"layout_range": shuffled["layout_range"] + COUNT})["layout_range"]
+    assert order_of(shuffled["layout_range"] + COUNT, shuffled["source_tokens"], expected) is None
 
 
 # ---- bounds of sums
@@ -237,41 +239,43 @@ def _sums(tree: Tree, values: str = "dyadic", dtype: torch.dtype = torch.bfloat1
 
 def test_a_sum_of_two_levels_has_the_bound_of_its_roundings():
     u = 2.0**-8
-    found = _sums(Tree(torch.float32, torch.bfloat16, torch.float32))
-    assert found.value.flatten().tolist() == [1.75, -3.0, 0.0]
+    bounded = _sums(Tree(torch.float32, torch.bfloat16, torch.float32))
+    assert bounded.value.flatten().tolist() == [1.75, -3.0, 0.0]
     between = u * 1.5  # of the part of two rows; the other is its row
-    assert found.bound[0].item() == pytest.approx(between + u * (1.75 + between), rel=1e-3)
-    assert found.bound[2].item() == 0  # nothing was added
+    assert bounded.bound[0].item() == pytest.approx(between + u * (1.75 + between), rel=1e-3)
+    assert bounded.bound[2].item() == 0  # nothing was added
 
 
 def test_parts_of_one_row_leave_no_room_for_a_rounded_sum_of_some_of_them():
     """Three ranks: bfloat16 holds each part, and neither the first two's sum nor all's."""
     rows, case = torch.tensor([[1.0], [2.0**-8], [2.0**-8]], dtype=torch.float64), plain("hybridep_combine")
     places, kind = torch.arange(3), torch.bfloat16
-    right = tree_bound(case, rows, places, torch.zeros_like(places), 1, kind, Tree(torch.float32, kind, torch.float32))
+    expected = tree_bound(
+        case, rows, places, torch.zeros_like(places), 1, kind, Tree(torch.float32, kind, torch.float32)
+    )
     once = rows.sum(0, keepdim=True).to(kind)
     twice = (rows[:2].sum(0, keepdim=True).to(kind) + rows[2:].to(kind)).to(kind)
     assert once.item() == 1 + 2.0**-7 and twice.item() == 1
-    assert judge("tokens", right, once) is None
-    assert judge("tokens", right, twice)
+    assert judge("tokens", expected, once) is None
+    assert judge("tokens", expected, twice)
 
 
 def test_ranks_that_add_in_a_narrow_dtype_have_a_wider_bound_even_for_one_part():
-    wide, narrow = (
+    float32_sums, narrow = (
         _sums(Tree(torch.float32, torch.float32, second), dtype=torch.float32)
         for second in (torch.float32, torch.bfloat16)
     )
-    assert narrow.bound[1] > 2.0**-9 * 3 > wide.bound[1]
+    assert narrow.bound[1] > 2.0**-9 * 3 > float32_sums.bound[1]
     assert _sums(flat(torch.float32)).bound[0] < _sums(Tree(torch.float32, torch.bfloat16, torch.bfloat16)).bound[0]
 
 
 def test_a_part_may_be_subnormal_in_the_narrow_dtype_in_which_ranks_add():
     """bfloat16's subnormals are 2⁻¹³³ apart: half of that is more than its relative rounding."""
-    rows, place = torch.tensor([[7.375 * 2.0**-133]], dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    rows, index = torch.tensor([[7.375 * 2.0**-133]], dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
     tree = Tree(torch.float32, torch.float32, torch.bfloat16)
-    right = tree_bound(plain("hybridep_combine"), rows, place, place, 1, torch.float32, tree)
-    assert judge("tokens", right, rows.to(torch.bfloat16).float()) is None
-    assert judge("tokens", right, torch.tensor([[6 * 2.0**-133]]))
+    expected = tree_bound(plain("hybridep_combine"), rows, index, index, 1, torch.float32, tree)
+    assert judge("tokens", expected, rows.to(torch.bfloat16).float()) is None
+    assert judge("tokens", expected, torch.tensor([[6 * 2.0**-133]]))
 
 
 def test_small_integers_are_asked_for_exactly_as_long_as_they_fit():

@@ -48,23 +48,23 @@ class World:
             torch.randn(int(torch.randint(0, 7, (1,), generator=noise)), hidden, generator=noise).to(dtype)
             for _ in range(ranks)
         ]
-        self.maps = [torch.rand(len(own), ranks * local, generator=noise) < density for own in self.tokens]
-        self.probs = [torch.rand(own.shape, generator=noise) for own in self.maps]
+        self.maps = [torch.rand(len(x), ranks * local, generator=noise) < density for x in self.tokens]
+        self.probs = [torch.rand(x.shape, generator=noise) for x in self.maps]
         self.ranks, self.experts, self.hidden = ranks, ranks * local, hidden
 
     def slabs(self, num_rows: int) -> list:
         room = Room(self.ranks, self.experts, num_rows, self.hidden * 8)
         memory = [torch.full((offsets(room)[""],), 0x7F, dtype=torch.uint8, device=DEVICE) for _ in range(self.ranks)]
-        addresses, rest = [x.data_ptr() for x in memory], (lambda: None, (), "", tuple(memory))
-        return [slab_of(room, own, addresses, *rest) for own in memory]
+        addresses, extras = [x.data_ptr() for x in memory], (lambda: None, (), "", tuple(memory))
+        return [slab_of(room, x, addresses, *extras) for x in memory]
 
 
 def there(x: Tensor) -> Tensor:
     return x.to(DEVICE)
 
 
-def same(got: Tensor, right: Tensor) -> bool:
-    return got.shape == right.shape and got.dtype == right.dtype and not (bits(got.cpu()) != bits(right)).any()
+def same(got: Tensor, expected: Tensor) -> bool:
+    return got.shape == expected.shape and got.dtype == expected.dtype and not (bits(got.cpu()) != bits(expected)).any()
 
 
 FEW = Programs(num_sms=1, num_blocks=3)
@@ -81,7 +81,7 @@ SETTINGS = [  # ranks, align, num_rows, dtype: with room, and without
 def test_dispatch_combine_and_their_transposes_are_the_references(ranks, align, num_rows, dtype, once):
     world = World(ranks + num_rows, ranks, dtype)
     slabs = world.slabs(num_rows)
-    right = moe_ref.hybridep_dispatch(world.tokens, world.maps, probs=world.probs, align=align, num_rows=num_rows)
+    reference = moe_ref.hybridep_dispatch(world.tokens, world.maps, probs=world.probs, align=align, num_rows=num_rows)
     steps = [
         send(
             there(world.tokens[r]),
@@ -99,56 +99,58 @@ def test_dispatch_combine_and_their_transposes_are_the_references(ranks, align, 
     got = in_step(steps)
     handles: list[Handle] = [handle for *_, handle in got]
     for rank, (rows, probs, counts, handle) in enumerate(got):
-        inside = int(counts.sum())
-        assert same(counts, right[rank].tokens_per_expert)
-        assert same(rows[:inside], right[rank].rows[:inside])
-        assert same(probs[:inside], right[rank].probs[:inside])
-        assert handle.overflow_W.tolist() == [bool(other.overflow) for other in right]
+        num_used = int(counts.sum())
+        assert same(counts, reference[rank].tokens_per_expert)
+        assert same(rows[:num_used], reference[rank].rows[:num_used])
+        assert same(probs[:num_used], reference[rank].probs[:num_used])
+        assert handle.overflow_W.tolist() == [bool(x.overflow) for x in reference]
 
-    made = [torch.randn(num_rows, world.hidden).to(dtype) for _ in range(ranks)]
-    back = moe_ref.hybridep_combine(made, [each.handle for each in right], probs=[each.probs for each in right])
-    pulled = in_step([collect(there(made[r]), there(right[r].probs), handles[r], slabs[r], FEW) for r in range(ranks)])
-    for (tokens, probs), expected in zip(pulled, back, strict=True):
+    expert_rows = [torch.randn(num_rows, world.hidden).to(dtype) for _ in range(ranks)]
+    combined = moe_ref.hybridep_combine(expert_rows, [x.handle for x in reference], probs=[x.probs for x in reference])
+    pulled = in_step(
+        [collect(there(expert_rows[r]), there(reference[r].probs), handles[r], slabs[r], FEW) for r in range(ranks)]
+    )
+    for (tokens, probs), expected in zip(pulled, combined, strict=True):
         assert same(tokens, expected.tokens)
         assert same(probs, expected.probs)
 
-    again = moe_ref.hybridep_cached_dispatch(world.tokens, [each.handle for each in right])
+    cached = moe_ref.hybridep_cached_dispatch(world.tokens, [x.handle for x in reference])
     resent = in_step(
         [resend(there(world.tokens[r]), there(world.probs[r]), handles[r], slabs[r]) for r in range(ranks)]
     )
     for rank, (rows, probs) in enumerate(resent):
-        inside = int(got[rank][2].sum())
-        assert same(rows[:inside], again[rank][:inside])
-        assert same(probs[:inside], right[rank].probs[:inside])
+        num_used = int(got[rank][2].sum())
+        assert same(rows[:num_used], cached[rank][:num_used])
+        assert same(probs[:num_used], reference[rank].probs[:num_used])
 
 
 def sent_early(world: World, slabs: list, num_rows: int, travelled: bool = True) -> list:
     """What each rank's dispatch returns after its tokens have travelled, or not."""
-    given = [(there(world.tokens[r]), num_rows, slabs[r], r) for r in range(2)]
+    arguments = [(there(world.tokens[r]), num_rows, slabs[r], r) for r in range(2)]
     if travelled:
-        in_step([advance(*own) for own in given])
-    own = [(tokens, there(world.maps[r]), None, 1, rows, slab, r) for tokens, rows, slab, r in given]
-    return in_step([send(*each, advanced=lambda: None) for each in own])
+        in_step([advance(*local) for local in arguments])
+    local = [(tokens, there(world.maps[r]), None, 1, rows, slab, r) for tokens, rows, slab, r in arguments]
+    return in_step([send(*x, advanced=lambda: None) for x in local])
 
 
 @pytest.mark.parametrize("num_rows", [64, 8, 3])
 def test_tokens_that_travel_before_their_routing_arrive_in_the_same_rows(num_rows):
     """With fewer rows than tokens, those without a slot travel with their routing."""
     world = World(11, 2, torch.bfloat16, density=0.7)
-    assert [len(own) for own in world.tokens] == [4, 2]
-    right = moe_ref.hybridep_dispatch(world.tokens, world.maps, num_rows=num_rows)
+    assert [len(local) for local in world.tokens] == [4, 2]
+    reference = moe_ref.hybridep_dispatch(world.tokens, world.maps, num_rows=num_rows)
 
     def are_right(got: list) -> list[bool]:
-        insides = [int(each.tokens_per_expert.sum()) for each in right]
-        return [same(rows[:n], each.rows[:n]) for (rows, *_), each, n in zip(got, right, insides, strict=True)]
+        insides = [int(x.tokens_per_expert.sum()) for x in reference]
+        return [same(rows[:n], x.rows[:n]) for (rows, *_), x, n in zip(got, reference, insides, strict=True)]
 
     slabs = world.slabs(num_rows)
     got = sent_early(world, slabs, num_rows)
     assert are_right(got) == [True, True]
-    made = [torch.randn(num_rows, world.hidden).bfloat16() for _ in range(2)]
-    back = moe_ref.hybridep_combine(made, [each.handle for each in right])
-    pulled = in_step([collect(there(made[r]), None, got[r][-1], slabs[r]) for r in range(2)])
-    assert all(same(tokens, expected.tokens) for (tokens, _), expected in zip(pulled, back, strict=True))
+    expert_rows = [torch.randn(num_rows, world.hidden).bfloat16() for _ in range(2)]
+    combined = moe_ref.hybridep_combine(expert_rows, [x.handle for x in reference])
+    pulled = in_step([collect(there(expert_rows[r]), None, got[r][-1], slabs[r]) for r in range(2)])
+    assert all(same(tokens, expected.tokens) for (tokens, _), expected in zip(pulled, combined, strict=True))
     assert are_right(sent_early(world, world.slabs(num_rows), num_rows, travelled=False)) != [True, True]  # the twin
 
 
@@ -156,7 +158,7 @@ def test_a_rank_that_copies_to_the_wrong_rows_is_noticed():
     """The twin: links of another rank lead elsewhere."""
     world = World(3, 2, torch.float32, density=0.8)
     slabs = world.slabs(64)
-    right = moe_ref.hybridep_dispatch(world.tokens, world.maps, num_rows=64)
+    reference = moe_ref.hybridep_dispatch(world.tokens, world.maps, num_rows=64)
     start = partial(send, align=1, num_rows=64, probs=None)
 
     def is_right(ranks: tuple[int, int]) -> bool:
@@ -166,10 +168,10 @@ def test_a_rank_that_copies_to_the_wrong_rows_is_noticed():
                 for r, rank in enumerate(ranks)
             ]
         )
-        insides = [int(each.tokens_per_expert.sum()) for each in right]
+        insides = [int(x.tokens_per_expert.sum()) for x in reference]
         return all(
-            same(rows[:inside], each.rows[:inside])
-            for (rows, *_), each, inside in zip(got, right, insides, strict=True)
+            same(rows[:num_used], x.rows[:num_used])
+            for (rows, *_), x, num_used in zip(got, reference, insides, strict=True)
         )
 
     assert is_right((0, 1))
@@ -226,8 +228,12 @@ MIXED = SimpleNamespace(hybridep_dispatch=sent_directly_and_marked_otherwise, hy
 
 def test_a_combine_that_takes_one_row_of_a_rank_where_several_were_sent_is_found():
     """The twin."""
-    found = {
+    statuses = {
         case.function: status
         for case, (status, *_) in zip(AMONG_RANKS, among_ranks("tests.dispatch.test_symmetric:MIXED"), strict=True)
     }
-    assert found == {"hybridep_dispatch": "PASS", "hybridep_cached_dispatch": "NOT_OFFERED", "hybridep_combine": "FAIL"}
+    assert statuses == {
+        "hybridep_dispatch": "PASS",
+        "hybridep_cached_dispatch": "NOT_OFFERED",
+        "hybridep_combine": "FAIL",
+    }

@@ -24,7 +24,7 @@ def tile(dtype: str, block: list[int]) -> str:
 
 def compile_gluon(
     module: str, kernel: str, tiles: dict[str, Any], constants: dict[str, Any], bias: str | None = None,
-    forms: dict[str, Any] | None = None, absent: tuple[str, ...] = (), wide: tuple[str, ...] = (),
+    forms: dict[str, Any] | None = None, absent: tuple[str, ...] = (), int64_names: tuple[str, ...] = (),
     divisible: tuple[str, ...] = (),
 ) -> tuple[int, int, int]:  # fmt: skip
     """Bytes of shared memory, products of the matrix unit, mentions of local memory in PTX (what
@@ -33,16 +33,16 @@ def compile_gluon(
     names = function.arg_names
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in names}
     types |= {name: kind for name, kind in POINTERS.items() if name in names}
-    types |= {name: tile(*of) for name, of in tiles.items()} | dict.fromkeys(wide, "i64")
+    types |= {name: tile(*of) for name, of in tiles.items()} | dict.fromkeys(int64_names, "i64")
     if "bias_ptr" in names:
         types |= {"bias_ptr": bias or "constexpr"}
         constants |= {} if bias else {"bias_ptr": None}
-    known = {name: value for name, value in (constants | dict.fromkeys(absent)).items() if name in names}
-    types |= dict.fromkeys(known, "constexpr")
-    indices: dict[Any, Any] = {(names.index(name),): value for name, value in known.items()}
-    for name, parts in (forms or {}).items():
-        types[name] = FormPointers(*(part or "constexpr" for part in parts))
-        indices |= {(names.index(name), i): None for i, part in enumerate(parts) if part is None}
+    constant_arguments = {name: value for name, value in (constants | dict.fromkeys(absent)).items() if name in names}
+    types |= dict.fromkeys(constant_arguments, "constexpr")
+    indices: dict[Any, Any] = {(names.index(name),): value for name, value in constant_arguments.items()}
+    for name, fields in (forms or {}).items():
+        types[name] = FormPointers(*(field or "constexpr" for field in fields))
+        indices |= {(names.index(name), i): None for i, field in enumerate(fields) if field is None}
     options = {name: constants[name] for name in ("num_warps", "maxnreg") if name in constants}
     by_16 = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     built = compile(GluonASTSource(function, types, indices, by_16), target=GPUTarget("cuda", 90, 32), options=options)

@@ -26,13 +26,13 @@ SWIGLU = Settings("swiglu", True, False)
 
 
 @pytest.mark.parametrize(
-    ("forms", "more", "dtype"),  # more: with α, a clamp, and a product that is rounded before the probs
+    ("forms", "all_options", "dtype"),  # all options: α, a clamp, and a product that is rounded before the probs
     [("public", True, "fp16"), ("rows", False, "fp16"), ("columns", False, "bf16"), ("both", True, "bf16")],
 )
-def test_the_kernel_compiles_and_two_programs_fit_a_multiprocessor(forms, more, dtype):
-    rows, columns, whole = FORMS[forms]
-    constants = {"FORMAT": "e4m3", "POWER_OF_TWO": True, "WHOLE": whole, "BLOCK_G": 128}
-    constants |= {"SCALED": more, "CLAMPED": more, "ROUND_FIRST": more}
+def test_the_kernel_compiles_and_two_programs_fit_a_multiprocessor(forms, all_options, dtype):
+    rows, columns, public = FORMS[forms]
+    constants = {"FORMAT": "e4m3", "POWER_OF_TWO": True, "WHOLE": public, "BLOCK_G": 128}
+    constants |= {"SCALED": all_options, "CLAMPED": all_options, "ROUND_FIRST": all_options}
     constants |= {"num_warps": WALK.num_warps, "maxnreg": WALK.registers}
     shared, _, spilled = compiled(
         compile_gluon,
@@ -41,7 +41,7 @@ def test_the_kernel_compiles_and_two_programs_fit_a_multiprocessor(forms, more, 
         {"h_desc": (dtype, [1, 128, 128])},
         constants,
         forms={"row_form": rows, "column_form": columns},
-        wide=("offset", "clamp", "alpha", "epsilon", "infinity"),
+        int64_names=("offset", "clamp", "alpha", "epsilon", "infinity"),
     )
     assert shared <= SHARED_BYTES and not spilled
 

@@ -30,8 +30,8 @@ class TILE:
 
 
 def gathers(tokens=TOKENS, num_rows=ROWS, of=None, bias=None, probs=PROBS, **settings) -> bool:
-    how = Settings(**({"kind": "swiglu", "gated": True, "round_first": False} | settings))
-    return can_gather_activated(tokens, num_rows, weight() if of is None else of, bias, probs, how)
+    activation = Settings(**({"kind": "swiglu", "gated": True, "round_first": False} | settings))
+    return can_gather_activated(tokens, num_rows, weight() if of is None else of, bias, probs, activation)
 
 
 def test_whole_lines_without_a_gradient(on_a_hopper):
@@ -43,9 +43,9 @@ def test_whole_lines_without_a_gradient(on_a_hopper):
 
 @pytest.mark.parametrize("name", ["tokens", "of", "bias", "probs"])
 def test_what_needs_a_gradient_keeps_its_rows(name, on_a_hopper):
-    given = {"tokens": TOKENS, "of": weight(), "bias": torch.zeros(2, 96), "probs": PROBS}
-    wanted = given | {name: given[name].clone().requires_grad_()}
-    assert gathers(**given) and not gathers(**wanted)
+    inputs = {"tokens": TOKENS, "of": weight(), "bias": torch.zeros(2, 96), "probs": PROBS}
+    wanted = inputs | {name: inputs[name].clone().requires_grad_()}
+    assert gathers(**inputs) and not gathers(**wanted)
     with torch.no_grad():
         assert gathers(**wanted)
 

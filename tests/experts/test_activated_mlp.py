@@ -21,15 +21,15 @@ LEAVES = ("rows", "probs", "fc1", "fc2")
 
 
 def results(
-    wanted: tuple[str, ...] = LEAVES, again: bool = False, delayed: bool = False, **settings: Any
+    wanted: tuple[str, ...] = LEAVES, rows_again: bool = False, delayed: bool = False, **settings: Any
 ) -> list[Tensor]:
     """The experts' rows, and the gradients that are wanted; of weights maybe delayed."""
     bf16 = {"dtype": torch.bfloat16}
-    given = {"rows": normal(ROWS, HIDDEN, seed=1, **bf16), "probs": normal(ROWS, seed=2).sigmoid()}
-    given |= {"fc1": normal(4, 2 * WIDTH, HIDDEN, seed=3, **bf16), "fc2": normal(4, HIDDEN, WIDTH, seed=4, **bf16)}
-    leaves = {name: x.requires_grad_(name in wanted) for name, x in given.items()}
+    tensors = {"rows": normal(ROWS, HIDDEN, seed=1, **bf16), "probs": normal(ROWS, seed=2).sigmoid()}
+    tensors |= {"fc1": normal(4, 2 * WIDTH, HIDDEN, seed=3, **bf16), "fc2": normal(4, HIDDEN, WIDTH, seed=4, **bf16)}
+    leaves = {name: x.requires_grad_(name in wanted) for name, x in tensors.items()}
     weights, copy = (leaves["fc1"], leaves["fc2"]), leaves["rows"].detach().clone()
-    settings = {"recipe": BLOCK, "probs": leaves["probs"], "rows_again": copy.clone if again else None} | settings
+    settings = {"recipe": BLOCK, "probs": leaves["probs"], "rows_again": copy.clone if rows_again else None} | settings
     waiting: list[Any] = []
     settings |= {"wgrads": waiting} if delayed else {}
     out = grouped_mlp(leaves["rows"], torch.tensor(COUNTS), *weights, **settings)
@@ -44,10 +44,10 @@ def results(
 
 def agree(monkeypatch: pytest.MonkeyPatch, kernel: Any = quantised, **settings: Any) -> list[tuple[bool, bool]]:
     """Both have the same bits; the forms that were asked for."""
-    right = results(**settings)
-    asked = as_on_a_hopper(monkeypatch, kernel)
-    assert all(torch.equal(a, b) for a, b in zip(right, results(**settings), strict=True))
-    return asked
+    expected = results(**settings)
+    forms = as_on_a_hopper(monkeypatch, kernel)
+    assert all(torch.equal(a, b) for a, b in zip(expected, results(**settings), strict=True))
+    return forms
 
 
 BOTH = [(True, True)]
@@ -56,7 +56,7 @@ SETTINGS: list[tuple[dict[str, Any], list[tuple[bool, bool]]]] = [
     ({"recompute": "moe_act"}, [(True, False), (False, True)]),
     ({"recompute": "moe_act", "wanted": ("rows",)}, [(True, False)]),
     ({"recompute": "moe"}, BOTH * 2),
-    ({"again": True, "recompute": "moe_act"}, [(True, False), (False, True)]),
+    ({"rows_again": True, "recompute": "moe_act"}, [(True, False), (False, True)]),
     ({"align": 16, "probs_on_input": True}, BOTH),
     ({"probs": None, "wanted": ("rows", "fc1", "fc2")}, BOTH),
     ({"kind": "quick_geglu", "offset": 1.0, "clamp": 2.0, "round_before_probs": True}, BOTH),
@@ -81,31 +81,31 @@ def test_no_bit_changes(settings, forms, monkeypatch):
 def test_codes_of_other_rows_are_found(columns, monkeypatch):
     """In the forward, and in the backward that makes them again."""
 
-    def wrong(rows: Any, recipe: Any, splits: Any, rowwise: bool, columnwise: bool, **options: Any) -> Any:
+    def with_other_probs(rows: Any, recipe: Any, splits: Any, rowwise: bool, columnwise: bool, **options: Any) -> Any:
         if columnwise == columns:
             rows = replace(rows, probs=rows.probs.roll(1))
         return quantised(rows, recipe, splits, rowwise, columnwise, **options)
 
     with pytest.raises(AssertionError):
-        agree(monkeypatch, wrong, recompute="moe_act")
+        agree(monkeypatch, with_other_probs, recompute="moe_act")
 
 
 def test_tensors_that_a_backward_saves_are_read_once(monkeypatch):
     as_on_a_hopper(monkeypatch)
     for recompute in (None, "moe_act"):
         read: list[int] = []
-        kept: list[Tensor] = []
+        saved: list[Tensor] = []
 
-        def pack(x: Tensor, kept: list[Tensor] = kept) -> int:
-            kept.append(x)
-            return len(kept) - 1
+        def pack(x: Tensor, saved: list[Tensor] = saved) -> int:
+            saved.append(x)
+            return len(saved) - 1
 
-        def unpack(i: int, kept: list[Tensor] = kept, read: list[int] = read) -> Tensor:
+        def unpack(i: int, saved: list[Tensor] = saved, read: list[int] = read) -> Tensor:
             read.append(i)
-            return kept[i]
+            return saved[i]
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             results(recompute=recompute)
         assert read and len(set(read)) == len(read)
-        shapes = [tuple(x.shape) for x in kept if x.dtype == torch.bfloat16]
+        shapes = [tuple(x.shape) for x in saved if x.dtype == torch.bfloat16]
         assert (ROWS, WIDTH) not in shapes, "the activation is kept"

@@ -23,12 +23,12 @@ PRECISION = Precision(Recipe("block"), None, None)
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The products that a Hopper would launch, by the module of their kernel; none runs."""
-    found: list[str] = []
+    modules: list[str] = []
 
     def launch(kernel: Any, grid: Any) -> Any:
         while hasattr(kernel, "fn"):
             kernel = kernel.fn
-        return lambda *arguments, **settings: found.append(kernel.__module__.rpartition(".")[2])
+        return lambda *arguments, **settings: modules.append(kernel.__module__.rpartition(".")[2])
 
     for module in (linear, scaled_linear, hopper):
         monkeypatch.setattr(module, "launch", launch)
@@ -37,7 +37,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(backend, "has_descriptors", lambda device: True)
     monkeypatch.setattr(scaled_linear, "INTERPRETED", False)
     monkeypatch.setattr(scaled_linear, "casts_in_hardware", lambda device: True)
-    return found
+    return modules
 
 
 def rows(width: int, seed: int) -> Tensor:
@@ -56,8 +56,8 @@ def test_a_gradient_of_codes_has_scales_in_whole_lines_or_another_kernel(launche
         for ins in WIDTHS:
             launched.clear()
             scaled_linear.scaled_wgrad(d_outs[outs], xs[ins], plan)
-            whole = outs % 4 == 0 and ins % 8 == 0
-            assert launched[-1] == ("_hopper_codes" if whole else "_scaled_linear"), (outs, ins)
+            in_lines = outs % 4 == 0 and ins % 8 == 0
+            assert launched[-1] == ("_hopper_codes" if in_lines else "_scaled_linear"), (outs, ins)
 
 
 def test_products_of_codes_and_of_rows_have_descriptors_or_another_kernel(launched):

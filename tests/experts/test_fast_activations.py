@@ -60,7 +60,7 @@ def test_rows_past_the_experts_are_left_out():
         out = activated(h[:rows].clone().requires_grad_(), settings, probs=p, totals=totals)
         return out.detach(), *torch.autograd.grad(out, [p], torch.ones_like(out))
 
-    right, without = of_probs(3, None), of_probs(7, None)
+    expected, without = of_probs(3, None), of_probs(7, None)
     out, gradient = of_probs(7, torch.tensor([1, 3]))
-    assert torch.equal(out[:3], right[0]) and torch.equal(gradient, torch.nn.functional.pad(right[1], (0, 4)))
+    assert torch.equal(out[:3], expected[0]) and torch.equal(gradient, torch.nn.functional.pad(expected[1], (0, 4)))
     assert without[1][3:].isnan().all()

@@ -73,10 +73,10 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 )
 def test_descriptors_give_the_bits_of_pointers(counts, dtype, small_blocks, monkeypatch):
     inputs = x, _, _, tokens_per_expert, d_out = problem(COUNTS[counts], dtype=dtype)
-    before = normal(3, 32, 24, seed=5)
+    into = normal(3, 32, 24, seed=5)
 
     def both() -> list[Tensor]:
-        return [*results(*inputs), moe_fast.grouped_wgrad(d_out, x, tokens_per_expert, accumulate_into=before)]
+        return [*results(*inputs), moe_fast.grouped_wgrad(d_out, x, tokens_per_expert, accumulate_into=into)]
 
     by_pointers = both()
     described = []
@@ -132,18 +132,18 @@ def test_a_pending_minus_is_carried_out():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_an_expert_without_rows_keeps_every_bit_of_its_gradient(dtype):
     x, _, _, counts, d_out = problem(COUNTS["last empty"])
-    before = normal(3, 32, 24, seed=5, dtype=dtype)
-    before[2, 0, 0], before[2, 0, 1] = -0.0, torch.nan
-    got = moe_fast.grouped_wgrad(d_out, x, counts, accumulate_into=before)
-    assert torch.equal(got[2].view(torch.uint8), before[2].view(torch.uint8))
+    into = normal(3, 32, 24, seed=5, dtype=dtype)
+    into[2, 0, 0], into[2, 0, 1] = -0.0, torch.nan
+    got = moe_fast.grouped_wgrad(d_out, x, counts, accumulate_into=into)
+    assert torch.equal(got[2].view(torch.uint8), into[2].view(torch.uint8))
 
 
 def test_counts_that_change_after_the_forward_do_not_reach_the_backward(small_blocks):
     x, weight, bias, counts, d_out = problem(COUNTS["uneven"])
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
-    given = counts.clone()
-    out = moe_fast.grouped_linear(*leaves[:2], given, bias=leaves[2])
-    given.zero_()
+    call_counts = counts.clone()
+    out = moe_fast.grouped_linear(*leaves[:2], call_counts, bias=leaves[2])
+    call_counts.zero_()
     assert equal([out.detach(), *torch.autograd.grad(out, leaves, d_out)], results(x, weight, bias, counts, d_out))
 
 
@@ -169,9 +169,9 @@ def test_a_plan_gets_back_the_tensors_that_autograd_saves():
     bare = plan.without_tensors()
     assert not any(tensor.numel() for tensor in bare.tensors) and len(plan.tensors) == 9
     assert plan.tensors[3:] == (*cuts[0].tensors, *cuts[1].tensors)
-    back = bare.with_tensors(plan.tensors)
-    assert all(a is b for a, b in zip(back.tensors, plan.tensors, strict=True))
-    assert back.cut(4, counts).total_2 is cuts[1].total_2 and back.cut(4, counts).tile.rows == 4
+    restored = bare.with_tensors(plan.tensors)
+    assert all(a is b for a, b in zip(restored.tensors, plan.tensors, strict=True))
+    assert restored.cut(4, counts).total_2 is cuts[1].total_2 and restored.cut(4, counts).tile.rows == 4
 
 
 def test_experts_with_few_rows_have_small_tiles():

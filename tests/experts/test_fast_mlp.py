@@ -24,69 +24,67 @@ def inputs(dtype=torch.float32, counts=(3, 0, 2), tail=2, hidden=6, width=5):
     return (x, torch.tensor(counts), *weights), {"probs": probs, "fc1_bias": biases[0], "fc2_bias": biases[1]}
 
 
-def results(function, **more):
+def results(function, **options):
     """The output and every gradient."""
     (x, counts, *weights), settings = inputs()
     x, fc1, fc2, *settings_tensors = leaves = [y.requires_grad_() for y in (x, *weights, *settings.values())]
-    out = function(x, counts, fc1, fc2, **dict(zip(settings, settings_tensors, strict=True)), **more)
+    out = function(x, counts, fc1, fc2, **dict(zip(settings, settings_tensors, strict=True)), **options)
     d_out = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
 
-@pytest.mark.parametrize(
-    ("function", "more"),
-    [
-        ("grouped_mlp", {"recompute": "moe_act"}),
-        ("grouped_mlp", {"recompute": "moe"}),
-        ("grouped_mlp", {"align": 16}),
-        ("sequential_mlp", {}),
-    ],
-    ids=str,
-)
-def test_recomputation_alignment_and_one_expert_at_a_time_change_no_bit(function, more):
-    first, second = results(moe_fast.grouped_mlp), results(getattr(moe_fast, function), **more)
+@pytest.mark.parametrize(("function", "settings"), [
+    ("grouped_mlp", {"recompute": "moe_act"}),
+    ("grouped_mlp", {"recompute": "moe"}),
+    ("grouped_mlp", {"align": 16}),
+    ("sequential_mlp", {}),
+], ids=str)  # fmt: skip
+def test_recomputation_alignment_and_one_expert_at_a_time_change_no_bit(function, settings):
+    first, second = results(moe_fast.grouped_mlp), results(getattr(moe_fast, function), **settings)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("recipe", [None, Recipe("block")], ids=["bf16", "block"])
 def test_both_products_have_one_plan(recipe, monkeypatch):
-    made, make = [], segments._make_plan
-    monkeypatch.setattr(segments, "_make_plan", lambda *of: made.append(of[1:]) or make(*of))
+    plans, make = [], segments._make_plan
+    monkeypatch.setattr(segments, "_make_plan", lambda *of: plans.append(of[1:]) or make(*of))
     first = recipe_results(recipe=recipe)
-    assert len(made) == 1
+    assert len(plans) == 1
     assert all(torch.equal(a, b) for a, b in zip(recipe_results(recipe=recipe), first, strict=True))
-    assert len(made) == 2  # nothing is shared between calls
+    assert len(plans) == 2  # nothing is shared between calls
 
 
 RECIPES = [Recipe("block"), Recipe("current"), Recipe("mxfp8"), Recipe("block", backward_override="high_precision")]
 
 
-def recipe_results(**more):
+def recipe_results(**options):
     (x, counts, *weights), settings = inputs(torch.bfloat16, (32, 0, 64), tail=0, hidden=64, width=32)
     leaves = [y.requires_grad_() for y in (x, *weights, settings["probs"])]
-    out = moe_fast.grouped_mlp(x, counts, *weights, probs=settings["probs"], **more)
+    out = moe_fast.grouped_mlp(x, counts, *weights, probs=settings["probs"], **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.scaling}-{recipe.backward_override}")
 def test_an_activation_that_is_computed_again_is_quantised_to_the_same_codes(recipe):
-    right = recipe_results(recipe=recipe)
+    expected = recipe_results(recipe=recipe)
     for recompute in ("moe_act", "moe"):
         got = recipe_results(recipe=recipe, recompute=recompute)
-        assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_columns_of_an_activation_that_is_computed_again_are_quantised_in_the_backward(monkeypatch):
-    asked, made = [], factors.quantize_for_products
+    calls, original = [], factors.quantize_for_products
     monkeypatch.setattr(
         factors,
         "quantize_for_products",
-        lambda *tensors, **how: asked.append((how["role"], how["rowwise"], how["columnwise"])) or made(*tensors, **how),
+        lambda *tensors, **form: (
+            calls.append((form["role"], form["rowwise"], form["columnwise"])) or original(*tensors, **form)
+        ),
     )
     recipe_results(recipe=Recipe("block"), recompute="moe_act")
     both, weight, gradient = ("input", True, True), ("weight", True, True), ("grad_output", True, True)
     rows, columns = ("input", True, False), ("input", False, True)
-    assert asked == [both, weight, rows, weight, gradient, columns, gradient]
+    assert calls == [both, weight, rows, weight, gradient, columns, gradient]
 
 
 def kept(recompute) -> int:
@@ -102,9 +100,9 @@ def kept(recompute) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
         out = moe_fast.grouped_mlp(x, counts, *weights, probs=settings["probs"], recompute=recompute)
-    given = {y.data_ptr() for y in (*leaves, settings["probs"], counts)}
+    addresses = {y.data_ptr() for y in (*leaves, settings["probs"], counts)}
     assert out.requires_grad
-    return sum(size for place, size in storages.items() if place not in given)
+    return sum(size for address, size in storages.items() if address not in addresses)
 
 
 def plan_bytes() -> int:

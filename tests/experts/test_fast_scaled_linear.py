@@ -90,9 +90,9 @@ def test_counts_that_change_after_the_forward_do_not_reach_the_backward(override
     x, weight, bias, counts, d_out = problem([32, 0, 64])
     recipe = Recipe("block", backward_override=override)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
-    given = counts.clone()
-    out = moe_fast.grouped_linear(*leaves[:2], given, bias=leaves[2], recipe=recipe)
-    given.zero_()
+    call_counts = counts.clone()
+    out = moe_fast.grouped_linear(*leaves[:2], call_counts, bias=leaves[2], recipe=recipe)
+    call_counts.zero_()
     got = [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
     assert equal(got, results(x, weight, bias, counts, d_out, recipe=recipe))
 
@@ -103,10 +103,10 @@ def test_illegal_counts_stay_within_memory(family):
     weight, bias = weight.expand(3, -1, -1), bias.expand(3, -1)
     for counts in ([2**40, -5, 3], [2**62, 2**62, 2**62], [-7, 20, 20]):
         inputs = (x, weight, bias, torch.tensor(counts), d_out)
-        before = [tensor.clone() for tensor in inputs]
+        copies = [tensor.clone() for tensor in inputs]
         got = results(*inputs, **settings_of(RECIPES[family], 3))
         assert [tensor.shape for tensor in got] == [d_out.shape, x.shape, weight.shape, bias.shape]
-        assert equal(list(inputs), before)
+        assert equal(list(inputs), copies)
 
 
 def test_rows_without_a_form_for_the_weights_gradient_have_an_output():
@@ -120,18 +120,18 @@ def test_rows_without_a_form_for_the_weights_gradient_have_an_output():
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_an_overridden_backward_quantises_nothing_and_keeps_codes_or_what_was_given(override, monkeypatch):
     x, weight, _, counts, d_out = problem([32, 0, 64], 64, 32, rows=100)
-    leaves, asked, kept = [x.requires_grad_(), weight.requires_grad_()], [], []
-    made = factors.quantize_for_products
+    leaves, calls, saved = [x.requires_grad_(), weight.requires_grad_()], [], []
+    original = factors.quantize_for_products
     monkeypatch.setattr(
         factors,
         "quantize_for_products",
-        lambda *tensors, **how: asked.append((how["role"], how["columnwise"])) or made(*tensors, **how),
+        lambda *tensors, **form: calls.append((form["role"], form["columnwise"])) or original(*tensors, **form),
     )
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         out = moe_fast.grouped_linear(*leaves, counts, recipe=Recipe("block", backward_override=override))
     torch.autograd.grad(out, leaves, d_out)
-    assert asked == [("input", False), ("weight", False)]
-    large = {(tensor.dtype, tensor.numel()) for tensor in kept if tensor.numel() >= weight.numel()}
+    assert calls == [("input", False), ("weight", False)]
+    large = {(tensor.dtype, tensor.numel()) for tensor in saved if tensor.numel() >= weight.numel()}
     narrow = torch.uint8 if override == "dequantized" else torch.bfloat16
     assert large == {(narrow, x.numel()), (narrow, weight.numel())}
 
@@ -139,19 +139,19 @@ def test_an_overridden_backward_quantises_nothing_and_keeps_codes_or_what_was_gi
 def test_products_take_what_is_quantised_already():
     recipe = RECIPES["block"]
     x, weight, bias, counts, d_out = problem([32, 0, 64], 160, 96, rows=96)
-    how, plan = factors.Precision(recipe, None, None), scaled.scaled_plan(counts, 96, recipe)
+    precision, plan = factors.Precision(recipe, None, None), scaled.scaled_plan(counts, 96, recipe)
     x8, d8 = (
-        factors.quantized_rows(tensor, role, counts, how, True, True)
+        factors.quantized_rows(tensor, role, counts, precision, True, True)
         for tensor, role in ((x, "input"), (d_out, "grad_output"))
     )
-    weight8 = factors.quantized_weight(weight, how, True, True)
+    weight8 = factors.quantized_weight(weight, precision, True, True)
     got = [
         scaled.scaled_fprop(x8, weight8, plan, bias=bias),
         scaled.scaled_dgrad(d8, weight8, plan),
         scaled.scaled_wgrad(d8, x8, plan),
     ]
-    right = results(x, weight, bias, counts, d_out, recipe=recipe)
-    assert equal(got, right[:3])
+    expected = results(x, weight, bias, counts, d_out, recipe=recipe)
+    assert equal(got, expected[:3])
 
 
 # Weights that are quantised once
@@ -159,35 +159,37 @@ def test_products_take_what_is_quantised_already():
 
 def quantised_weights(monkeypatch) -> list[bool]:
     """Fills with an entry for each weight that is quantised from now on."""
-    seen, made = [], factors.quantize_for_products
+    weights_quantised, original = [], factors.quantize_for_products
     monkeypatch.setattr(
         factors,
         "quantize_for_products",
-        lambda *tensors, **how: (seen.append(True) if how["role"] == "weight" else None) or made(*tensors, **how),
+        lambda *tensors, **form: (
+            (weights_quantised.append(True) if form["role"] == "weight" else None) or original(*tensors, **form)
+        ),
     )
-    return seen
+    return weights_quantised
 
 
 @pytest.mark.parametrize("recipe", OVERRIDDEN, ids=lambda recipe: f"{recipe.scaling}-{recipe.backward_override}")
 def test_kept_codes_give_the_bits_of_new_ones(recipe, monkeypatch):
     inputs, settings = problem([32, 0, 64], 160, 96, rows=96), settings_of(recipe, 3)
-    right, seen = results(*inputs, **settings), quantised_weights(monkeypatch)
+    expected, weights_quantised = results(*inputs, **settings), quantised_weights(monkeypatch)
     with moe_fast.weights_quantized_once():
-        again = [results(*inputs, **settings) for _ in range(2)]
-    assert len(seen) == (2 if recipe.scaling == "delayed" else 1)  # whose scales the state gives
-    assert all(equal(got, right) for got in again)
-    assert equal(results(*inputs, **settings), right)
+        repeated = [results(*inputs, **settings) for _ in range(2)]
+    assert len(weights_quantised) == (2 if recipe.scaling == "delayed" else 1)  # whose scales the state gives
+    assert all(equal(got, expected) for got in repeated)
+    assert equal(results(*inputs, **settings), expected)
 
 
 def test_each_weight_and_recipe_has_codes_of_its_own():
     x, weight, bias, counts, d_out = problem([32, 0, 64], 160, 96, rows=96)
-    other = (weight + 1).contiguous()
+    second_weight = (weight + 1).contiguous()
     for scaling in ("block", "mxfp8"):
-        for each in (weight, other):
-            right = results(x, each, bias, counts, d_out, recipe=RECIPES[scaling])
+        for one_weight in (weight, second_weight):
+            expected = results(x, one_weight, bias, counts, d_out, recipe=RECIPES[scaling])
             with moe_fast.weights_quantized_once():
                 results(x, weight, bias, counts, d_out, recipe=RECIPES["block"])
-                assert equal(results(x, each, bias, counts, d_out, recipe=RECIPES[scaling]), right)
+                assert equal(results(x, one_weight, bias, counts, d_out, recipe=RECIPES[scaling]), expected)
 
 
 def test_a_weight_that_changes_meanwhile_is_found_and_afterwards_it_may_change():
@@ -208,12 +210,12 @@ def test_a_weight_that_changes_meanwhile_is_found_and_afterwards_it_may_change()
 
 def test_a_change_that_torch_does_not_count_is_the_callers():
     x, weight, bias, counts, d_out = problem([32, 0, 64], 160, 96, rows=96)
-    before = results(x, weight, bias, counts, d_out, recipe=RECIPES["block"])
+    expected = results(x, weight, bias, counts, d_out, recipe=RECIPES["block"])
     with moe_fast.weights_quantized_once():
         results(x, weight, bias, counts, d_out, recipe=RECIPES["block"])
         weight.data.mul_(2)
-        assert equal(results(x, weight, bias, counts, d_out, recipe=RECIPES["block"]), before)
-    assert not equal(results(x, weight, bias, counts, d_out, recipe=RECIPES["block"]), before)
+        assert equal(results(x, weight, bias, counts, d_out, recipe=RECIPES["block"]), expected)
+    assert not equal(results(x, weight, bias, counts, d_out, recipe=RECIPES["block"]), expected)
 
 
 # Codes that are transposed as they are made
@@ -223,28 +225,28 @@ def test_a_change_that_torch_does_not_count_is_the_callers():
 def test_transposed_codes_are_those_of_quantize_and_end_with_zeros(counts):
     x, recipe = normal(160, 96, seed=1, dtype=torch.bfloat16), RECIPES["block"]
     splits = torch.tensor(counts)
-    right = moe_fast.quantize(x, recipe, splits=splits, columnwise=True).quantized
+    expected = moe_fast.quantize(x, recipe, splits=splits, columnwise=True).quantized
     got = factors.quantize_for_products(x, recipe, splits=splits, columnwise=True)
-    assert torch.equal(got.rowwise.codes_MN[: sum(counts)], right.rowwise.codes_MN[: sum(counts)])
+    assert torch.equal(got.rowwise.codes_MN[: sum(counts)], expected.rowwise.codes_MN[: sum(counts)])
     assert got.columnwise.codes_MN.numel() == got.columnwise.amax.numel() == 0  # nothing that no product reads
     row = tile = 0
     for count in counts:
         tiles = -(-count // 128)
         codes = got.columnwise.turned_NT[:, tile * 128 : (tile + tiles) * 128]
-        assert torch.equal(codes[:, :count], right.columnwise.codes_MN[row : row + count].T)
+        assert torch.equal(codes[:, :count], expected.columnwise.codes_MN[row : row + count].T)
         assert not codes[:, count:].any()
-        assert torch.equal(got.columnwise.scale[tile : tile + tiles], right.columnwise.scale[tile : tile + tiles])
+        assert torch.equal(got.columnwise.scale[tile : tile + tiles], expected.columnwise.scale[tile : tile + tiles])
         row, tile = row + count, tile + tiles
 
 
 @pytest.mark.parametrize("rowwise", [False, True])
 def test_squares_are_transposed_too(rowwise):
     x, recipe = normal(256, 96, seed=1, dtype=torch.bfloat16), RECIPES["block"]
-    right = moe_fast.quantize(x, recipe, role="weight").quantized
+    expected = moe_fast.quantize(x, recipe, role="weight").quantized
     got = factors.quantize_for_products(x, recipe, role="weight", rowwise=rowwise, columnwise=True)
-    assert torch.equal(got.columnwise.turned_NT, right.rowwise.codes_MN.T)
-    assert torch.equal(got.columnwise.scale, right.rowwise.scale)
-    assert (got.rowwise is not None and torch.equal(got.rowwise.codes_MN, right.rowwise.codes_MN)) == rowwise
+    assert torch.equal(got.columnwise.turned_NT, expected.rowwise.codes_MN.T)
+    assert torch.equal(got.columnwise.scale, expected.rowwise.scale)
+    assert (got.rowwise is not None and torch.equal(got.rowwise.codes_MN, expected.rowwise.codes_MN)) == rowwise
 
 
 # What Blackwell would run
@@ -301,24 +303,20 @@ def test_blackwells_matrix_unit_takes_the_scales(scaling, word):
 # Declarations per machine
 
 
-@pytest.mark.parametrize(
-    ("capability", "accumulator", "emulated"),
-    [
-        ((8, 0), "float32", ("delayed", "current", "block", "mxfp8", "nvfp4")),
-        ((8, 9), "float32", ("mxfp8", "nvfp4")),
-        ((9, 0), "hopper_fp8", ("mxfp8", "nvfp4")),
-        ((10, 0), "float32", ()),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("capability", "accumulator", "emulated"), [
+    ((8, 0), "float32", ("delayed", "current", "block", "mxfp8", "nvfp4")),
+    ((8, 9), "float32", ("mxfp8", "nvfp4")),
+    ((9, 0), "hopper_fp8", ("mxfp8", "nvfp4")),
+    ((10, 0), "float32", ()),
+], ids=str)  # fmt: skip
 def test_the_accumulator_and_what_is_emulated_are_those_of_the_gpu(monkeypatch, capability, accumulator, emulated):
     monkeypatch.setattr(backend, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     for module, function in ((backend, "casts_in_hardware"), (moe_fast.experts, "scales_in_hardware")):
         monkeypatch.setattr(module, function, getattr(module, function).__wrapped__)  # uncached
     for function in ("grouped_linear", "grouped_mlp", "shared_experts"):
-        known = moe_fast.declares(function)
-        assert (known["accumulator"], known.get("emulated", ())) == (accumulator, emulated)
+        declared = moe_fast.declares(function)
+        assert (declared["accumulator"], declared.get("emulated", ())) == (accumulator, emulated)
     assert "emulated" not in moe_fast.declares("quantize")
 
 

@@ -43,7 +43,8 @@ def test_activated_products_compile(gathered):
     divisible, absent = ("tokens_ptr", "stride_tokens_t", "depth"), ("tokens_ptr", "source_ptr")
     shared, products, spilled = compiled(
         compile_gluon, "experts._hopper_gated", "activated_matmul_kernel", ROWS | tiles, constants, "*bf16",
-        absent=() if gathered else absent, divisible=divisible if gathered else (), wide=("offset", "clamp", "alpha"),
+        absent=() if gathered else absent, divisible=divisible if gathered else (),
+        int64_names=("offset", "clamp", "alpha"),
     )  # fmt: skip
     assert shared <= SHARED_BYTES and spilled == 0
     assert products == 4 * 2 * 2  # of each group: the steps that activate, and the others

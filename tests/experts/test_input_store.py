@@ -45,12 +45,12 @@ def results(namespace, h: Tensor, probs: Tensor | None, d_out: Tensor, **setting
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_gradients_are_those_at_the_stored_number_and_the_output_is_that_of_h(namespace, dtype, settings):
     h, probs, d_out = numbers(9, 24, dtype=dtype), numbers(9, seed=1), numbers(9, 12, seed=2, dtype=dtype)
-    kept = h.float().to(torch.float8_e4m3fn).to(dtype)  # torch's cast: no value beyond its range
-    assert not torch.equal(kept, h)
+    stored = h.float().to(torch.float8_e4m3fn).to(dtype)  # torch's cast: no value beyond its range
+    assert not torch.equal(stored, h)
     for p in (probs, None):
         out, *gradients = results(namespace, h, p, d_out, **settings, fp8_input_store=True)
         assert torch.equal(out, results(namespace, h, p, d_out, **settings)[0])
-        assert all(map(torch.equal, gradients, results(namespace, kept, p, d_out, **settings)[1:]))
+        assert all(map(torch.equal, gradients, results(namespace, stored, p, d_out, **settings)[1:]))
 
 
 def test_the_reference_is_what_megatron_core_does():
@@ -59,33 +59,33 @@ def test_the_reference_is_what_megatron_core_does():
     h, probs, d_out = numbers(9, 24), numbers(9, seed=1), numbers(9, 12, seed=2)
     with torch.compiler.set_stance("force_eager"):
         megatrons = results(package, h, probs, d_out)
-    for got, right in zip(megatrons, results(moe_ref, h, probs, d_out, fp8_input_store=True), strict=True):
+    for got, expected in zip(megatrons, results(moe_ref, h, probs, d_out, fp8_input_store=True), strict=True):
         assert torch.allclose(
-            got, right, rtol=1e-5, atol=1e-5
+            got, expected, rtol=1e-5, atol=1e-5
         )  # why: float32 in another order; a gradient at h itself is off by 2e-2
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_what_is_beyond_the_largest_number_is_stored_as_that(namespace):
     h = torch.tensor([[464.0, 1000.0, -465.0, 2.0]])
-    kept = torch.tensor([[448.0, 448.0, -448.0, 2.0]])
-    one = torch.ones(1, 2)
+    stored = torch.tensor([[448.0, 448.0, -448.0, 2.0]])
+    ones = torch.ones(1, 2)
     assert torch.equal(
-        results(namespace, h, None, one, fp8_input_store=True)[1], results(namespace, kept, None, one)[1]
+        results(namespace, h, None, ones, fp8_input_store=True)[1], results(namespace, stored, None, ones)[1]
     )
 
 
 def bytes_saved(call) -> dict[tuple[int, ...], int]:
     """The bytes of each saved shape."""
-    found: dict[tuple[int, ...], int] = {}
+    sizes: dict[tuple[int, ...], int] = {}
 
     def pack(x: Tensor) -> Tensor:
-        found[tuple(x.shape)] = found.get(tuple(x.shape), 0) + x.numel() * x.element_size()
+        sizes[tuple(x.shape)] = sizes.get(tuple(x.shape), 0) + x.numel() * x.element_size()
         return x
 
     with saved_tensors_hooks(pack, lambda x: x):
         call()
-    return found
+    return sizes
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
@@ -103,23 +103,23 @@ def test_an_expert_saves_its_hidden_numbers_as_bytes_and_nothing_else_more():
         numbers(2, 12, 5, seed=1).requires_grad_(),
         numbers(2, 5, 6, seed=2),
     )
-    plain, kept = (
+    full, stored = (
         bytes_saved(lambda stored=stored: moe_fast.grouped_mlp(rows, counts, fc1, fc2, fp8_input_store=stored))
         for stored in (False, True)
     )
-    assert plain.pop((9, 12)) == 4 * 9 * 12 and kept.pop((9, 12)) == 9 * 12
-    assert plain == kept
+    assert full.pop((9, 12)) == 4 * 9 * 12 and stored.pop((9, 12)) == 9 * 12
+    assert full == stored
 
 
 @interpreted
 def test_nothing_is_encoded_where_no_gradient_is_wanted(monkeypatch):
-    made = []
+    dtypes = []
     original = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(k.get("dtype")) or original(*a, **k))
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: dtypes.append(k.get("dtype")) or original(*a, **k))
     moe_fast.glu(numbers(3, 4), fp8_input_store=True)
-    assert torch.uint8 not in made
+    assert torch.uint8 not in dtypes
     moe_fast.glu(numbers(3, 4).requires_grad_(), fp8_input_store=True)
-    assert torch.uint8 in made
+    assert torch.uint8 in dtypes
 
 
 @pytest.mark.parametrize("recompute", ["moe_act", "moe"])
@@ -127,11 +127,11 @@ def test_nothing_is_encoded_where_no_gradient_is_wanted(monkeypatch):
 def test_computing_again_changes_nothing(namespace, recompute):
     rows, counts, probs = numbers(9, 5), torch.tensor([4, 0, 5]), numbers(9, seed=3)
     leaves = [x.requires_grad_() for x in (rows, numbers(3, 12, 5, seed=1), numbers(3, 5, 6, seed=2))]
-    found = []
-    for how in (None, recompute):
-        out = namespace.grouped_mlp(leaves[0], counts, *leaves[1:], probs=probs, fp8_input_store=True, recompute=how)
-        found.append(torch.autograd.grad(out, leaves, torch.ones_like(out)))
-    assert all(map(torch.equal, *found))
+    gradients = []
+    for option in (None, recompute):
+        out = namespace.grouped_mlp(leaves[0], counts, *leaves[1:], probs=probs, fp8_input_store=True, recompute=option)
+        gradients.append(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+    assert all(map(torch.equal, *gradients))
 
 
 # ---- what is judged
@@ -148,8 +148,8 @@ class _AtKept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out):
-        kept, probs = ctx.saved_tensors
-        return *moe_ref.glu_backward(d_out, kept, probs=probs, **ctx.settings), None, None
+        stored, probs = ctx.saved_tensors
+        return *moe_ref.glu_backward(d_out, stored, probs=probs, **ctx.settings), None, None
 
 
 def kept_by(cast) -> SimpleNamespace:
@@ -187,11 +187,13 @@ def nan_beyond(x: Tensor) -> Tensor:
 
 def output_of_the_codes() -> SimpleNamespace:
     """What is stored is read in the forward, too."""
-    right = kept_by(lambda h: h)
+    original = kept_by(lambda h: h)
     return SimpleNamespace(
         **{
-            name: lambda h, *rest, f=f, **how: f(h + (coded(h.detach(), E4M3) - h.detach()), *rest, **how)
-            for name, f in vars(right).items()
+            name: lambda h, *arguments, f=f, **settings: f(
+                h + (coded(h.detach(), E4M3) - h.detach()), *arguments, **settings
+            )
+            for name, f in vars(original).items()
         }
     )
 
@@ -211,8 +213,8 @@ MLP = MlpCase(
 SHARED = SharedCase(function="shared_experts", tokens=9, hidden=6, width=5, stored=True, grads="x+fc1_weight")
 CASES = [GLU, *(replace(GLU, dtype=dtype) for dtype in ("bfloat16", "float16", "float64")), MLP, SHARED]
 CASES += [
-    replace(GLU, **how)
-    for how in ({"values": "saturated"}, {"values": "rows"}, {"values": "special"}, {"early": True, "clamp": 6})
+    replace(GLU, **settings)
+    for settings in ({"values": "saturated"}, {"values": "rows"}, {"values": "special"}, {"early": True, "clamp": 6})
 ]
 HONEST = {"reference": moe_ref, "saturated": kept_by(lambda h: coded(h, E4M3)), "NaN beyond": kept_by(nan_beyond)}
 WRONG = {
@@ -255,9 +257,9 @@ def test_numbers_known_in_part_are_kept_as_any_that_lie_between():
         torch.tensor([0.0, 0.001, 0.01, 2.0, 0.0]).double(),
         torch.float32,
     )
-    kept = kept_in_e4m3(h)
-    assert kept.value.tolist() == [1, 1, 1, 448, 0]  # 1.0625 lies in the middle of 1 and 1.125
-    assert kept.error.tolist() == [0, 0, 0.125, torch.inf, 0]
+    stored = kept_in_e4m3(h)
+    assert stored.value.tolist() == [1, 1, 1, 448, 0]  # 1.0625 lies in the middle of 1 and 1.125
+    assert stored.error.tolist() == [0, 0, 0.125, torch.inf, 0]
 
 
 def test_ties_are_stored_as_the_even_code():

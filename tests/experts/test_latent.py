@@ -53,7 +53,9 @@ def quantized(change: Any, role: str, gemm: str) -> SimpleNamespace:
 
 def wrongly(change: Any) -> SimpleNamespace:
     """The reference of other inputs."""
-    return reference(latent_projection=lambda x, w, **how: moe_ref.latent_projection(*change(x, w, how), **how))
+    return reference(
+        latent_projection=lambda x, w, **settings: moe_ref.latent_projection(*change(x, w, settings), **settings)
+    )
 
 
 def without_bias(x, weight, settings):
@@ -71,10 +73,10 @@ def test_honest_projections_are_accepted(name):
 LOW_BIAS = low_precision.make(low_precision.Way(bias=wrong_products.low_bias))
 WRONG = {
     "no bias": (replace(CASE, grads=""), wrongly(without_bias), "out"),
-    "the last column is not read": (CASE, wrongly(lambda x, w, how: (x * (torch.arange(40) < 39), w)), "out"),
-    "no gradient of the weight": (CASE, wrongly(lambda x, w, how: (x, w.detach())), "d_weight"),
-    "no gradient of x": (CASE, wrongly(lambda x, w, how: (x.detach(), w)), "d_x"),
-    "a weight in half": (CASE, wrongly(lambda x, w, how: (x, w.bfloat16().to(w.dtype))), "out"),
+    "the last column is not read": (CASE, wrongly(lambda x, w, settings: (x * (torch.arange(40) < 39), w)), "out"),
+    "no gradient of the weight": (CASE, wrongly(lambda x, w, settings: (x, w.detach())), "d_weight"),
+    "no gradient of x": (CASE, wrongly(lambda x, w, settings: (x.detach(), w)), "d_x"),
+    "a weight in half": (CASE, wrongly(lambda x, w, settings: (x, w.bfloat16().to(w.dtype))), "out"),
     "tokens not quantised": (LOW, quantized(wrong_products.in_high_precision, "input", "fprop"), "out"),
     "a weight in high precision for x": (LOW, quantized(wrong_products.in_high_precision, "weight", "dgrad"), "d_x"),
     "a cotangent in E4M3": (LOW, quantized(wrong_products.in_e4m3, "grad_output", "wgrad"), "d_weight"),
@@ -84,8 +86,8 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_every_mistake_is_found_where_it_is(name):
-    case, wrong, output = WRONG[name]
-    assert (output, "bound") in failures(case, wrong, 4)
+    case, implementation, output = WRONG[name]
+    assert (output, "bound") in failures(case, implementation, 4)
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG.values()), ids=lambda case: case.id)
@@ -105,8 +107,8 @@ def test_honest_projections_pass_the_cases_that_find_mistakes(case):
 def test_each_law_finds_what_only_it_sees(law, wrong_where):
     """Wrong for other inputs than the case's own."""
 
-    def latent_projection(x, weight, **how):
-        return moe_ref.latent_projection(x, weight, **how) * (1.5 if wrong_where(x) else 1.0)
+    def latent_projection(x, weight, **settings):
+        return moe_ref.latent_projection(x, weight, **settings) * (1.5 if wrong_where(x) else 1.0)
 
     case = next(
         replace(CASE, law=law, grads="", bias="", seed=seed)
@@ -124,7 +126,7 @@ def first_of(case: GroupedCase) -> torch.Tensor:
 def test_a_large_gradient_of_the_weight_is_compared_with_the_reference_too():
     case = replace(CASE, tokens=96, hidden=80, width=70, dtype="bfloat16")
     contract = CONTRACTS[FUNCTION]
-    right = contract.expected(case, contract.problem(case), {})
-    assert isinstance(right["d_weight"], RowWise) and isinstance(right["out"], RowWise)
-    assert right["d_weight"].reference.shape == right["d_weight"].value.shape == (70, 80)
+    expected = contract.expected(case, contract.problem(case), {})
+    assert isinstance(expected["d_weight"], RowWise) and isinstance(expected["out"], RowWise)
+    assert expected["d_weight"].reference.shape == expected["d_weight"].value.shape == (70, 80)
     assert outcome_of(case, moe_ref).status == "PASS"

@@ -29,8 +29,8 @@ def test_the_reference_keeps_buffer_reuse_in_nvfp4_with_a_tail(case):
 def test_results_remembered_by_address_break_buffer_reuse_in_nvfp4_with_a_tail(case):
     results = {}
 
-    def by_address(original, x, *others, **settings):
-        return results.setdefault((x.data_ptr(), x.shape), original(x, *others, **settings)).clone()
+    def by_address(original, x, *arguments, **settings):
+        return results.setdefault((x.data_ptr(), x.shape), original(x, *arguments, **settings)).clone()
 
     outcome = outcome_of(replace(case, law="buffer_reuse"), wrapped(case.function, by_address))
     assert (outcome.status, outcome.finding["check"]) == ("FAIL", "buffer_reuse")

@@ -26,8 +26,8 @@ def test_a_gpu_has_more_rows_of_an_expert_than_15_bits_count(name, function):
     assert evaluate(case, planted(name)).status == "FAIL"
 
 
-@pytest.mark.parametrize(("name", "function", "wrong"), [(name, *rest) for name, rest in TUNED.items()])
-def test_a_plan_that_is_kept_for_a_class_of_sizes_is_wrong_for_one_of_three_calls(name, function, wrong):
+@pytest.mark.parametrize(("name", "function", "tokens_at_fault"), [(name, *values) for name, values in TUNED.items()])
+def test_a_plan_that_is_kept_for_a_class_of_sizes_is_wrong_for_one_of_three_calls(name, function, tokens_at_fault):
     scope = scope_of(function, GPU)
     cases = around_a_class(scope)
     assert set(cases) <= set(scope.always())
@@ -35,8 +35,8 @@ def test_a_plan_that_is_kept_for_a_class_of_sizes_is_wrong_for_one_of_three_call
     assert all(sorted(c.tokens for c in (*case.before, case)) == list(AROUND_4096) for case in cases)
     assert {evaluate(case, load("moe_ref")).status for case in cases} == {"PASS"}
     implementation = planted(name)
-    assert [case.tokens for case in cases if evaluate(case, implementation).status == "FAIL"] == [wrong]
-    case = cases[AROUND_4096.index(wrong)]  # after a call of another class alone it is right
+    assert [case.tokens for case in cases if evaluate(case, implementation).status == "FAIL"] == [tokens_at_fault]
+    case = cases[AROUND_4096.index(tokens_at_fault)]  # after a call of another class alone it is right
     assert evaluate(case.changed(before=case.before[:1]), implementation).status == "PASS"
 
 

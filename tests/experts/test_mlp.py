@@ -1,197 +1,85 @@
-"""The experts of `moe_ref`, routed and shared: worked out by hand, and ways to run them.
+"""The experts of `moe_ref` beyond values: where they round, what they save, gradients that wait.
 
 `evidence.formulations.experts` has the same functions row by row, for the cases of tests/evidence.
+Results that were worked out by hand are golden cases of the suite.
 """
-
-import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_ref.experts.mlp import grouped_mlp, latent_projection, pad_segments, sequential_mlp, trim_segments
+from moe_ref.config import Recipe
+from moe_ref.experts.mlp import grouped_mlp, pad_segments, trim_segments
 from moe_ref.experts.shared import shared_experts
-from tests.judge.near import near
+from tests.common.fast import normal
 from tests.layer.kept import alive_bytes
 
-WIDTH, HIDDEN, ROWS = 4, 3, 7
-COUNTS = [[3, 4], [2, 0, 3], [0, 0, 5], [0, 1, 0], [0, 0]]
-CALLS = [
-    {},
-    {"probs_on_input": True},
-    {"align": 4},
-    {"align": 1, "probs_on_input": True},
-    {"clamp": 0.5, "offset": 1.0, "alpha": 1.702},
-    {"clamp": 0.5, "interleave": 2, "align": 3},
-    {"kind": "quick_geglu", "offset": 1.0},
-    {"kind": "squared_relu"},
-    {"kind": "relu", "align": 2},
-    {"kind": "gelu", "probs_on_input": True},
-]
-each_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call.values())) or "plain")
-each_layout = pytest.mark.parametrize("counts", COUNTS, ids=str)
-NAMES = ("rows", "fc1_weight", "fc2_weight", "probs", "fc1_bias", "fc2_bias")
+# ---- rounding: 515 is half way between 514 and 516; bfloat16 has 512, 516, 520
 
 
-def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return (
-        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        .to(dtype)
-        .requires_grad_()
-    )
+def bf16(value: float, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """[1,1]"""
+    return torch.tensor([[value]], dtype=dtype)
 
 
-def tensors(
-    counts: list[int], call: dict, *, dtype: torch.dtype = torch.float64, rows: int = ROWS
-) -> dict[str, Tensor]:
-    """One of each, in the order of NAMES."""
-    experts, wide = len(counts), WIDTH if call.get("kind", "swiglu") in ("squared_relu", "relu", "gelu") else 2 * WIDTH
-    shapes = (
-        (rows, HIDDEN),
-        (experts, wide, HIDDEN),
-        (experts, HIDDEN, WIDTH),
-        (rows,),
-        (experts, wide),
-        (experts, HIDDEN),
-    )
-    return {
-        name: numbers(*shape, seed=seed, dtype=dtype)
-        for seed, (name, shape) in enumerate(zip(NAMES, shapes, strict=True))
-    }
+def relu_mlp(x: float, w1: float, w2: float, **settings) -> float:
+    """One row through relu experts of width 1 in bfloat16."""
+    return grouped_mlp(bf16(x), torch.tensor([1]), bf16(w1)[None], bf16(w2)[None], kind="relu", **settings).item()
 
 
-def call_it(function, given: dict[str, Tensor | None], counts: list[int], call: dict) -> Tensor:
-    named = {name: given[name] for name in NAMES[3:] if given.get(name) is not None}
-    return function(given["rows"], torch.tensor(counts), given["fc1_weight"], given["fc2_weight"], **named, **call)
+def test_fc1_rounds_before_the_activation_is_weighted():
+    assert relu_mlp(5, 103, 1, probs=torch.tensor([1.5])) == 776  # 516·1.5 = 774 → 776, not 772
 
 
-def results(
-    function, counts: list[int], call: dict, *, without: tuple[str, ...] = (), dtype: torch.dtype = torch.float64
-) -> list[Tensor]:
-    """Output and the gradient of everything."""
-    given = {name: None if name in without else x for name, x in tensors(counts, call, dtype=dtype).items()}
-    leaves = [x for x in given.values() if x is not None]
-    out = call_it(function, given, counts, call)
-    gradients = (
-        torch.autograd.grad(out, leaves, numbers(*out.shape, seed=9, dtype=dtype), allow_unused=True)
-        if out.requires_grad
-        else [None] * len(leaves)
-    )
-    return [out, *(torch.zeros_like(x) if d is None else d for x, d in zip(leaves, gradients, strict=True))]
+def test_first_bias_is_added_before_fc1_rounds():
+    assert relu_mlp(5, 103, 1, fc1_bias=bf16(-1)) == 512  # 514 → 512; 516 - 1 would be 516
 
 
-# By hand
+def test_second_bias_is_added_after_fc2_rounds():
+    assert relu_mlp(5, 1, 103, fc2_bias=bf16(-1)) == 516  # 515 → 516, - 1 = 515 → 516; not 512
 
 
-def test_one_row_worked_out():
-    x, counts = torch.tensor([[math.log(3)]], dtype=torch.float64), torch.tensor([1])
-    w1, w2 = torch.tensor([[[1.0], [2.0]]], dtype=torch.float64), torch.tensor([[[10.0]]], dtype=torch.float64)
-    p = torch.tensor([0.5], dtype=torch.float64)
-    b1, b2 = torch.tensor([[0.0, 1.0]], dtype=torch.float64), torch.tensor([[6.0]], dtype=torch.float64)
-    u = math.log(3)  # σ(u) = 3/4
-    assert grouped_mlp(x, counts, w1, w2).item() == pytest.approx(10 * 0.75 * u * 2 * u)
-    assert grouped_mlp(x, counts, w1, w2, probs=p, fc1_bias=b1, fc2_bias=b2).item() == pytest.approx(
-        10 * 0.5 * 0.75 * u * (2 * u + 1) + 0.5 * 6
-    )
-    on_input = grouped_mlp(2 * x, counts, w1, w2, probs=p, fc1_bias=b1, fc2_bias=b2, probs_on_input=True)
-    assert on_input.item() == pytest.approx(10 * 0.75 * u * (2 * u + 1) + 6)
+def test_second_bias_meets_the_prob_in_float32():
+    # 129.504; in bfloat16 the prob would be 1
+    assert relu_mlp(0, 0, 0, fc2_bias=bf16(129), probs=torch.tensor([1 + 2**-8])) == 130
 
 
-def test_shared_experts_worked_out():
-    x = torch.tensor([[math.log(3)], [0.0]], dtype=torch.float64)
-    w1, w2, u = (
-        torch.tensor([[1.0], [2.0]], dtype=torch.float64),
-        torch.tensor([[10.0]], dtype=torch.float64),
-        math.log(3),
-    )
-    assert shared_experts(x, w1, w2).flatten().tolist() == pytest.approx([15 * u * u, 0])
-    assert shared_experts(x, w1, w2, gate_weight=torch.tensor([[1.0]]).double()).flatten().tolist() == pytest.approx(
-        [0.75 * 15 * u * u, 0]
-    )
-    assert shared_experts(x, w1, w2, gate_weight=torch.tensor([[0.0]]).double())[0].item() == pytest.approx(
-        0.5 * 15 * u * u
-    )
+def test_weighted_input_is_rounded():
+    # 129.504 → 130; 388.5 would be 388
+    assert relu_mlp(129, 3, 1, probs=torch.tensor([1 + 2**-8]), probs_on_input=True) == 390
 
 
-@pytest.mark.parametrize(
-    "call", [{}, {"clamp": 0.5, "offset": 1.0}, {"interleave": 2}, {"kind": "squared_relu"}], ids=str
-)
-@pytest.mark.parametrize("gated", [False, True])
-def test_shared_experts_are_one_expert_with_every_token(call, gated):
-    given = tensors([ROWS], call)
-    x, w1, w2 = given["rows"], given["fc1_weight"], given["fc2_weight"]
-    g = numbers(1, HIDDEN, seed=7) if gated else None
-    out = shared_experts(x, w1[0], w2[0], gate_weight=g, **call)
-    right = grouped_mlp(x, torch.tensor([ROWS]), w1, w2, **call)
-    right = right if g is None else right / (1 + torch.exp(-(x * g).sum(1, keepdim=True)))
-    assert near(out, right)
-    leaves = [x, w1, w2, *([g] if gated else [])]
-    for got, want in zip(torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(right.sum(), leaves), strict=True):
-        assert near(got, want)
+def test_gradient_of_the_probs_adds_activation_and_bias_before_it_is_rounded():
+    probs, counts = torch.ones(1).bfloat16().requires_grad_(), torch.tensor([1])
+    w1, w2 = torch.tensor([[[256.0], [1.0]]]).bfloat16(), torch.ones(1, 1, 2).bfloat16()
+    out = grouped_mlp(bf16(1), counts, w1, w2, kind="relu", probs=probs, fc2_bias=bf16(261, torch.float32))
+    (d_probs,) = torch.autograd.grad(out, probs, bf16(1))
+    assert d_probs.item() == 520  # 257 + 261 = 518 → 520; 256 + 260 = 516
 
 
-def test_latent_projections_go_down_and_up():
-    x, down, up, bias = numbers(5, 4, seed=0), numbers(2, 4, seed=1), numbers(4, 2, seed=2), numbers(4, seed=3)
-    assert torch.equal(latent_projection(latent_projection(x, down), up, bias=bias), (x @ down.T) @ up.T + bias)
+def test_gradient_of_the_second_bias_is_summed_before_it_is_rounded():
+    bias, probs, weight = bf16(0).requires_grad_(), torch.full((3,), 1 + 2**-8), bf16(0)[None]
+    rows = torch.zeros(3, 1).bfloat16()
+    out = grouped_mlp(rows, torch.tensor([3]), weight, weight, kind="relu", probs=probs, fc2_bias=bias)
+    (d_bias,) = torch.autograd.grad(out, bias, torch.full((3, 1), 129.0).bfloat16())
+    assert d_bias.item() == 388  # 3 · 129.504 = 388.51; each rounded, 3 · 130 = 390
 
 
-# Ways to run that change nothing
+def test_shared_gate_is_in_the_dtype_of_x():
+    tensors = ([[1.0, 134.0]], [[0.0, 1.0]], [[0.0], [3.0]], [[3.0, 0.0]])
+    x, w1, w2, gate_weight = (torch.tensor(x).bfloat16() for x in tensors)
+    out = shared_experts(x, w1, w2, kind="relu", gate_weight=gate_weight)
+    assert out[0, 1].item() == 384  # σ(3) → 0.953125, · 402 = 383.16 → 384; else 382.93 → 382
 
 
-@each_call
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("recompute", ["moe_act", "moe"])
-def test_recomputation_changes_no_bit(call, dtype, recompute):
-    right, got = (
-        results(grouped_mlp, [2, 0, 3], call, dtype=dtype),
-        results(grouped_mlp, [2, 0, 3], call | {"recompute": recompute}, dtype=dtype),
-    )
-    for x, y in zip(right, got, strict=True):
-        assert x.dtype == y.dtype and torch.equal(x, y)
+# ---- padding, what is saved, gradients that wait
 
 
-@each_call
-def test_padding_changes_nothing(call):
-    for x, y in zip(
-        results(grouped_mlp, [2, 0, 3], call), results(grouped_mlp, [2, 0, 3], call | {"align": 8}), strict=True
-    ):
-        assert near(x, y)  # a longer sum may be taken in another order
-
-
-@each_call
-@each_layout
-def test_one_expert_after_another_changes_nothing(counts, call):
-    for x, y in zip(results(grouped_mlp, counts, call), results(sequential_mlp, counts, call), strict=True):
-        assert near(x, y)
-
-
-def test_recomputation_keeps_fewer_bytes():
-    def kept(**how) -> int:
-        given = tensors([2, 0, 3], {})
-        return alive_bytes(lambda: call_it(grouped_mlp, given, [2, 0, 3], how), given.values(), lambda: None)
-
-    assert kept() > kept(recompute="moe_act") > kept(recompute="moe")
-
-
-def test_shared_experts_recomputed_are_the_same():
-    x, w1, w2, g = numbers(5, 3, seed=0), numbers(8, 3, seed=1), numbers(3, 4, seed=2), numbers(1, 3, seed=3)
-    outputs = [shared_experts(x, w1, w2, gate_weight=g, recompute=recompute) for recompute in (False, True)]
-    assert torch.equal(*outputs)
-    for a, b in zip(*(torch.autograd.grad(out.sum(), [x, w1, w2, g]) for out in outputs), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_interleaved_weights_are_another_order_of_the_same_function():
-    given = tensors([2, 0, 3], {})
-    order = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])  # u_0 u_1 v_0 v_1 u_2 u_3 v_2 v_3
-    turned = given | {"fc1_weight": given["fc1_weight"][:, order], "fc1_bias": given["fc1_bias"][:, order]}
-    for function in (grouped_mlp, sequential_mlp):
-        assert torch.equal(
-            call_it(function, turned, [2, 0, 3], {"interleave": 2}), call_it(function, given, [2, 0, 3], {})
-        )
-
-
-# Padding and tails
+def arguments(counts: list[int], hidden: int = 32, width: int = 32) -> tuple[Tensor, ...]:
+    """Rows, counts and both weights, in bfloat16; all but the counts with a gradient."""
+    shapes = ((sum(counts), hidden), (len(counts), 2 * width, hidden), (len(counts), hidden, width))
+    rows, fc1, fc2 = (normal(*x, seed=i, dtype=torch.bfloat16).requires_grad_() for i, x in enumerate(shapes))
+    return rows, torch.tensor(counts), fc1, fc2
 
 
 def test_padding_stands_at_the_end_of_each_segment():
@@ -199,59 +87,37 @@ def test_padding_stands_at_the_end_of_each_segment():
     padded = pad_segments(x, counts, 4)
     assert padded.tolist() == [1, 0, 0, 0, 2, 3, 4, 5, 6, 0, 0, 0]
     assert torch.equal(trim_segments(padded, counts, 4), x)
-    assert torch.equal(pad_segments(x[:, None].expand(6, 2), counts, 4)[:, 1], padded) and pad_segments(
-        x[:0], counts * 0, 4
-    ).shape == (0,)
+    assert torch.equal(pad_segments(x[:, None].expand(6, 2), counts, 4)[:, 1], padded)
+    assert pad_segments(x[:0], counts * 0, 4).shape == (0,)
 
 
-@pytest.mark.parametrize("garbage", [math.nan, math.inf])
-@each_call
-def test_rows_behind_the_last_segment_reach_nothing(call, garbage):
-    for function in (grouped_mlp, sequential_mlp):
-        clean, spoilt = tensors([2, 0, 3], call), tensors([2, 0, 3], call)
-        for name in ("rows", "probs"):
-            spoilt[name] = (
-                torch.cat([clean[name][:5], torch.full_like(clean[name][5:], garbage)]).detach().requires_grad_()
-            )
-        pair = []
-        for given in (clean, spoilt):
-            out = call_it(function, given, [2, 0, 3], call)
-            d_out = torch.cat(
-                [torch.ones(5, HIDDEN), torch.full((2, HIDDEN), 1.0 if given is clean else garbage)]
-            ).double()
-            pair.append([out, *torch.autograd.grad(out, list(given.values()), d_out)])
-        for right, got in zip(*pair, strict=True):
-            assert torch.equal(right, got)
-        assert (pair[1][0][5:] == 0).all() and (pair[1][1][5:] == 0).all() and (pair[1][4][5:] == 0).all()
+def test_padding_makes_uneven_experts_legal_for_blocks_along_tokens():
+    recipe, tensors = Recipe("mxfp8"), arguments([5, 0, 33])
+    with pytest.raises(ValueError, match=r"^splits is "):
+        grouped_mlp(*tensors, recipe=recipe).sum().backward()
+    out = grouped_mlp(*tensors, recipe=recipe, align=recipe.alignment)
+    out.sum().backward()
+    assert out.shape == tensors[0].shape and all(x.grad.any() for x in tensors if x.requires_grad)
 
 
-def test_experts_without_rows_have_zero_gradients():
-    for function in (grouped_mlp, sequential_mlp):
-        _, _, d_w1, d_w2, _, d_b1, d_b2 = results(function, [2, 0, 3], {})
-        for d in (d_w1, d_w2, d_b1, d_b2):
-            assert [bool((d[e] != 0).any()) for e in range(3)] == [True, False, True]
+def test_recomputation_saves_fewer_bytes():
+    tensors = arguments([2, 0, 3])
 
+    def saved(**settings) -> int:
+        return alive_bytes(lambda: grouped_mlp(*tensors, **settings), tensors, lambda: None)
 
-def test_no_rows_at_all_give_zero_gradients_and_not_none():
-    for function in (grouped_mlp, sequential_mlp):
-        given = tensors([0, 0], {}, rows=0)
-        out = call_it(function, given, [0, 0], {"align": 4})
-        gradients = torch.autograd.grad(out.sum(), list(given.values()))
-        assert out.shape == (0, HIDDEN) and all((d == 0).all() for d in gradients)
+    assert saved() > saved(recompute="moe_act") > saved(recompute="moe")
 
 
 def test_gradients_that_wait_are_those_of_the_backward_and_each_waits_once():
-    counts, call = [3, 4], CALLS[0]
-    given = tensors(counts, call)
-    now = torch.autograd.grad(
-        call_it(grouped_mlp, given, counts, call).sum(), [given["fc2_weight"], given["fc1_weight"]]
-    )
+    rows, counts, fc1, fc2 = tensors = arguments([3, 4])
+    expected = torch.autograd.grad(grouped_mlp(*tensors).sum(), [fc2, fc1])
     waiting: list = []
-    call_it(grouped_mlp, given, counts, call | {"wgrads": waiting}).sum().backward()
-    assert given["fc1_weight"].grad is None and given["fc2_weight"].grad is None and given["rows"].grad.any()
-    assert all(torch.equal(wgrad(), right) for wgrad, right in zip(waiting, now, strict=True))
+    grouped_mlp(*tensors, wgrads=waiting).sum().backward()
+    assert fc1.grad is None and fc2.grad is None and rows.grad.any()
+    assert all(torch.equal(wgrad(), x) for wgrad, x in zip(waiting, expected, strict=True))
     with torch.no_grad():
-        call_it(grouped_mlp, given, counts, call | {"wgrads": waiting})
+        grouped_mlp(*tensors, wgrads=waiting)
     assert len(waiting) == 2
     with pytest.raises(ValueError, match="wgrads is tuple"):
-        call_it(grouped_mlp, given, counts, call | {"wgrads": ()})
+        grouped_mlp(rows, counts, fc1, fc2, wgrads=())

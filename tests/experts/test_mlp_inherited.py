@@ -58,22 +58,24 @@ def results(case, first=InOrder.apply, gate=InOrder.apply) -> dict[str, tuple]:
     torch.manual_seed(case.seed)
     contract = CONTRACTS[case.function]
     problem = contract.problem(case)
-    known = problem.required | problem.settings
-    wanted = {name: known[name].clone().requires_grad_() for name in problem.wanted}
-    x, fc1, fc2 = ({**known, **wanted}[name] for name in ("x" if "x" in known else "rows", "fc1_weight", "fc2_weight"))
-    act, p = chosen_activation(known.get("kind", "swiglu")), known.get("probs")
+    tensors = problem.required | problem.settings
+    wanted = {name: tensors[name].clone().requires_grad_() for name in problem.wanted}
+    x, fc1, fc2 = (
+        {**tensors, **wanted}[name] for name in ("x" if "x" in tensors else "rows", "fc1_weight", "fc2_weight")
+    )
+    act, p = chosen_activation(tensors.get("kind", "swiglu")), tensors.get("probs")
     if case.function == "shared_experts":
         y = InOrder.apply(act(first(x, fc1)), fc2)
-        g = {**known, **wanted}.get("gate_weight")
+        g = {**tensors, **wanted}.get("gate_weight")
         y = y if g is None else y * gate(x, g).sigmoid()
     else:
-        (rows,) = expert_slices(known["tokens_per_expert"], len(x))
+        (rows,) = expert_slices(tensors["tokens_per_expert"], len(x))
         x = x[rows] * p[:, None] if case.on_input else x[rows]
         y = InOrder.apply(act(first(x, fc1[0]), probs=None if case.on_input else p), fc2[0])
     gradients = torch.autograd.grad(y, list(wanted.values()), problem.cotangents["out"])
     got = {"out": y.detach()} | {f"d_{name}": d for name, d in zip(wanted, gradients, strict=True)}
     expected = contract.expected(case, problem, {})
-    return {name: (right, got[name]) for name, right in expected.items() if isinstance(right, RowWise)}
+    return {name: (expected, got[name]) for name, expected in expected.items() if isinstance(expected, RowWise)}
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -81,9 +83,9 @@ def results(case, first=InOrder.apply, gate=InOrder.apply) -> dict[str, tuple]:
 def test_any_order_of_sums_is_right_by_half_of_each_limit(case, seed):
     judged = results(case.changed(seed=seed))
     assert "out" in judged
-    for right, got in judged.values():
-        assert right.scores(got)["ratio"] < 0.5
-        assert judge("out", right, got) is None
+    for expected, got in judged.values():
+        assert expected.scores(got)["ratio"] < 0.5
+        assert judge("out", expected, got) is None
 
 
 @pytest.mark.parametrize(
@@ -92,13 +94,13 @@ def test_any_order_of_sums_is_right_by_half_of_each_limit(case, seed):
     ids=str,
 )
 def test_a_stage_of_eleven_bits_is_wrong(case, stage):
-    right, got = results(case, **{stage: cut})["out"]
-    assert right.scores(got)["ratio"] > 2
+    expected, got = results(case, **{stage: cut})["out"]
+    assert expected.scores(got)["ratio"] > 2
 
 
 def test_without_the_inherited_error_honest_rows_would_be_wrong():
     def ratio(seed: int) -> float:
-        right, got = results(SHARED[0].changed(seed=seed))["out"]
-        return replace(right, inherited=None).scores(got)["ratio"]
+        expected, got = results(SHARED[0].changed(seed=seed))["out"]
+        return replace(expected, inherited=None).scores(got)["ratio"]
 
     assert max(map(ratio, range(8))) > 1

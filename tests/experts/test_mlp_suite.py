@@ -112,9 +112,9 @@ class NoGradient(torch.autograd.Function):
 def with_bias(change):
     """The reference with another second bias."""
 
-    def grouped_mlp(rows, *others, fc2_bias=None, probs=None, **settings):
+    def grouped_mlp(rows, *arguments, fc2_bias=None, probs=None, **settings):
         fc2_bias, probs = (fc2_bias, probs) if fc2_bias is None else change(fc2_bias, probs)
-        return moe_ref.grouped_mlp(rows, *others, fc2_bias=fc2_bias, probs=probs, **settings)
+        return moe_ref.grouped_mlp(rows, *arguments, fc2_bias=fc2_bias, probs=probs, **settings)
 
     return SimpleNamespace(grouped_mlp=grouped_mlp)
 
@@ -169,21 +169,17 @@ WRONG = [
     (GRADED, with_bias(lambda bias, probs: (NoGradient.apply(bias), probs)), "d_fc2_bias"),
     (GRADED, with_bias(lambda bias, probs: (bias.detach(), probs)), "d_fc2_bias"),
     (GRADED, with_bias(lambda bias, probs: (bias, NoGradient.apply(probs))), "d_probs"),
-    (
-        replace(SHARED, grads="gate_weight"),
-        shared(lambda y, z: y * torch.sigmoid(z.detach())),
-        "d_gate_weight",
-    ),
+    (replace(SHARED, grads="gate_weight"), shared(lambda y, z: y * torch.sigmoid(z.detach())), "d_gate_weight"),
     (SHARED, shared(lambda y, z: y * z), "out"),
     (SHARED, shared(lambda y, z: y), "out"),
     (SHARED, shared(lambda y, z: y * torch.sigmoid(z.bfloat16().to(z.dtype))), "out"),
     (replace(SHARED, clamp=4, kind="reglu"), without("clamp", "shared_experts"), "out"),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "wrong", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_every_mistake_is_found_where_it_is(case, wrong, output):
-    assert (output, "bound") in failures(case, wrong, 6)
+@pytest.mark.parametrize(("case", "implementation", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_every_mistake_is_found_where_it_is(case, implementation, output):
+    assert (output, "bound") in failures(case, implementation, 6)
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)

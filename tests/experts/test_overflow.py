@@ -22,8 +22,8 @@ def overflowing(function: str) -> list[Case]:
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("implementation", ["tests.honest.layers:Kept", "tests.honest.layers:Stages"])
 def test_stages_in_float16_and_wider_ones_are_accepted(implementation, function):
-    made = load(implementation)
-    outcomes = [evaluate(case, made) for case in overflowing(function)]
+    loaded = load(implementation)
+    outcomes = [evaluate(case, loaded) for case in overflowing(function)]
     assert outcomes
     assert {(x.status, str(x.finding)) for x in outcomes} <= {("PASS", "None"), ("NOT_OFFERED", "None")}
 
@@ -31,21 +31,21 @@ def test_stages_in_float16_and_wider_ones_are_accepted(implementation, function)
 @pytest.mark.parametrize("defect", SATURATING)
 def test_a_stage_that_saturates_is_found(defect):
     cases = overflowing("grouped_mlp")
-    found = [evaluate(case, load(f"conformance.mutants.planted:{defect}.moe_ref")) for case in cases]
-    assert SATURATING[defect] in {x.finding["output"] for x in found if x.finding}
+    outcomes = [evaluate(case, load(f"conformance.mutants.planted:{defect}.moe_ref")) for case in cases]
+    assert SATURATING[defect] in {x.finding["output"] for x in outcomes if x.finding}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_each_kind_of_row_is_there(function):
     """Some results are past the largest number, some depend on a stage that is, some on none."""
-    spoilt, free, infinite = 0, 0, 0
+    spoilt, unspoilt, infinite = 0, 0, 0
     for case in overflowing(function):
         problem = CONTRACTS[function].problem(case)
-        for right in CONTRACTS[function].expected(case, problem, {}).values():
-            spoilt += int((right.spoilt & right.value.isfinite()).sum())
-            free += int((~right.spoilt & right.bound.isfinite()).sum())
-            infinite += int(right.value.isinf().sum())
-    assert min(spoilt, free, infinite) > 20
+        for expected in CONTRACTS[function].expected(case, problem, {}).values():
+            spoilt += int((expected.spoilt & expected.value.isfinite()).sum())
+            unspoilt += int((~expected.spoilt & expected.bound.isfinite()).sum())
+            infinite += int(expected.value.isinf().sum())
+    assert min(spoilt, unspoilt, infinite) > 20
 
 
 def test_cotangents_stay_finite():

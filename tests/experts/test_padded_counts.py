@@ -9,12 +9,12 @@ from conformance.families.experts.cases_mlp import MlpCase
 from tests.common.suite import outcome_of, wrapped
 
 
-def made_legal(mlp: Any, rows: Any, counts: Any, *rest: Any, align: Any = None, **settings: Any) -> Any:
+def made_legal(mlp: Any, rows: Any, counts: Any, *arguments: Any, align: Any = None, **settings: Any) -> Any:
     """Where they are padded: none is negative, and the last has no more rows than there are."""
     if align is not None:
         counts = counts.clamp(min=0)
         counts = counts - (counts.cumsum(0) - len(rows)).clamp(min=0).diff(prepend=counts.new_zeros(1))
-    return mlp(rows, counts, *rest, align=align, **settings)
+    return mlp(rows, counts, *arguments, align=align, **settings)
 
 
 @pytest.mark.parametrize("function", ["grouped_mlp", "sequential_mlp"])

@@ -106,8 +106,8 @@ FLIPPED = GroupedCase(
 def test_a_scale_that_reciprocals_moved_is_accepted_with_noise():
     assert_accepted([FLIPPED], load("tests.honest.low_precision:Reciprocal"), statuses=("PASS",))
     assert outcome_of(FLIPPED, make(Way(parts=by_reciprocals))).status == "FAIL"  # not declared
-    wrong = make(Way(parts=half_up, declared=(("scale_arithmetic", "reciprocal"),)))
-    assert outcome_of(FLIPPED, wrong).status == "FAIL"
+    implementation = make(Way(parts=half_up, declared=(("scale_arithmetic", "reciprocal"),)))
+    assert outcome_of(FLIPPED, implementation).status == "FAIL"
 
 
 def half_up(source: Source) -> list[Part]:
@@ -193,10 +193,10 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("case", "wrong", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_every_mistake_is_found_where_it_is_by_its_value(case, wrong, output):
+@pytest.mark.parametrize(("case", "implementation", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_every_mistake_is_found_where_it_is_by_its_value(case, implementation, output):
     assert fits(case)
-    assert any(finding in {(output, "bound"), (output, "ratio")} for finding in failures(case, wrong, 4))
+    assert any(finding in {(output, "bound"), (output, "ratio")} for finding in failures(case, implementation, 4))
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)
@@ -208,16 +208,16 @@ def test_honest_products_pass_the_cases_that_find_mistakes(case):
 # ---- what is declared
 
 
-def declaring(way: Way, **declared: Any) -> Implementation:
-    return Implementation(make(replace(way, declared=tuple(declared.items()))), "here")
+def declaring(construction: Way, **declared: Any) -> Implementation:
+    return Implementation(make(replace(construction, declared=tuple(declared.items()))), "here")
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_sums_of_14_bits_are_right_where_they_are_declared_and_wrong_where_not(function):
     case = replace(LINEAR, **BLOCKS, function=function, grads="")
-    way = Way(product=of_fourteen_bits)
-    assert outcome_of(case, declaring(way, accumulator="hopper_fp8")).status == "PASS"
-    assert outcome_of(case, declaring(way, accumulator="float32")).finding["check"] in ("bound", "ratio")
+    construction = Way(product=of_fourteen_bits)
+    assert outcome_of(case, declaring(construction, accumulator="hopper_fp8")).status == "PASS"
+    assert outcome_of(case, declaring(construction, accumulator="float32")).finding["check"] in ("bound", "ratio")
     # better than declared
     assert outcome_of(case, declaring(Way(), accumulator="hopper_fp8")).status == "PASS"
 
@@ -235,15 +235,19 @@ def test_sums_of_14_bits_that_are_never_promoted_are_wrong_whatever_is_declared(
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_an_overridden_gradient_is_added_in_float32_whatever_is_declared_of_fp8(override):
     case = replace(WGRAD, **BLOCKS, override=override)
-    for way, right in ((Way(), "PASS"), (Way(overridden=of_fourteen_bits), "FAIL")):
-        assert outcome_of(case, declaring(way, accumulator="hopper_fp8")).status == right
-    how = precision_of_case(case, {"accumulator": "hopper_fp8"})
-    assert (how.of("fprop"), how.of("wgrad").accumulator, how.of("wgrad").roundings) == (how, MATRIX_UNIT, 0)
+    for construction, status in ((Way(), "PASS"), (Way(overridden=of_fourteen_bits), "FAIL")):
+        assert outcome_of(case, declaring(construction, accumulator="hopper_fp8")).status == status
+    declared_precision = precision_of_case(case, {"accumulator": "hopper_fp8"})
+    assert (
+        declared_precision.of("fprop"),
+        declared_precision.of("wgrad").accumulator,
+        declared_precision.of("wgrad").roundings,
+    ) == (declared_precision, MATRIX_UNIT, 0)
 
 
 def test_sums_of_14_bits_of_mxfp8_are_wrong_whatever_is_declared_of_fp8():
     case = replace(DGRAD, scaling="mxfp8", tokens=3, width=128, hidden=2, values="dyadic")
-    low = Way(product=lambda left, right, recipe: of_fourteen_bits(left, right, RECIPES["current"][0]))
+    low = Way(product=lambda first, second, recipe: of_fourteen_bits(first, second, RECIPES["current"][0]))
     assert outcome_of(case, declaring(Way(), accumulator="hopper_fp8")).status == "PASS"
     assert outcome_of(case, declaring(low, accumulator="hopper_fp8")).finding["check"] in ("bound", "ratio")
 
@@ -265,11 +269,12 @@ def precision_of_case(case: GroupedCase, declared: dict[str, Any]) -> ProductPre
 
 def test_a_tie_is_anybodys_where_reciprocals_are_declared():
     case = replace(LINEAR, values="midpoints", grads="")
-    way = Way(parts=lambda source: upwards(source) if source.role == "input" else by_codes(source))
-    assert outcome_of(case, declaring(way, scale_arithmetic="reciprocal")).status == "PASS"
-    assert outcome_of(case, declaring(way, scale_arithmetic="division")).finding["check"] == "bound"
+    construction = Way(parts=lambda source: upwards(source) if source.role == "input" else by_codes(source))
+    assert outcome_of(case, declaring(construction, scale_arithmetic="reciprocal")).status == "PASS"
+    assert outcome_of(case, declaring(construction, scale_arithmetic="division")).finding["check"] == "bound"
     assert (
-        outcome_of(replace(case, variant=1), declaring(way, scale_arithmetic="reciprocal")).finding["check"] == "bound"
+        outcome_of(replace(case, variant=1), declaring(construction, scale_arithmetic="reciprocal")).finding["check"]
+        == "bound"
     )  # powers of two
     assert outcome_of(case, declaring(Way(), scale_arithmetic="reciprocal")).status == "PASS"
 
@@ -284,18 +289,18 @@ def test_a_code_in_the_middle_of_two_may_be_either_and_others_are_what_they_are(
     """By a scale of 1; 448 is E4M3's largest number, and 2⁻¹⁰ half of its smallest."""
     middle = 1.0625
     numbers = [middle, -middle, middle * (1 + 2.0**-22), middle * (1 + 2.0**-20), 1.0, 0.0, 2.0**-10, 432.0, 448.0, 1e9]
-    found = interval_of(torch.tensor([numbers], dtype=torch.float64), RECIPES["delayed"][0])
+    interval = interval_of(torch.tensor([numbers], dtype=torch.float64), RECIPES["delayed"][0])
     width = [0.125, 0.125, 0.125, 0, 0, 0, 2.0**-9, 32, 0, 0]
-    assert (found.high - found.low)[0].tolist() == width
-    assert found.low[0, :4].tolist() == [1.0, -1.125, 1.0, 1.125]
+    assert (interval.high - interval.low)[0].tolist() == width
+    assert interval.low[0, :4].tolist() == [1.0, -1.125, 1.0, 1.125]
 
 
 def test_a_block_scale_in_the_middle_of_two_leaves_each_of_its_codes_two_values():
     """A = 6 · 448, so S = 1; the block's amax is 6 · 1.0625, and its scale 1 or 1.125."""
     x = torch.zeros(16, 32)
     x[0, 0], x[0, 16], x[0, 17] = 6 * 448, 6 * 1.0625, 1.0
-    found = interval_of(x, RECIPES["nvfp4"][1])
-    width = found.high - found.low
+    interval = interval_of(x, RECIPES["nvfp4"][1])
+    width = interval.high - interval.low
     assert width[0, 16:18].tolist() == pytest.approx([0.75, 0.125])
     assert (width > 1e-6).count_nonzero() == 2
 
@@ -306,13 +311,13 @@ def test_what_comes_back_is_rounded_once_and_may_be_its_neighbour_only_where_sca
     assert exact.low.tolist() == exact.high.tolist() == loose.low.tolist() == [1, 1, 1, torch.inf]
     assert loose.high.tolist() == [1 + 2.0**-7, 1, 1, torch.inf]
     off = torch.tensor([0, 2.0**-8, 0, 0]).double()  # another code, as far away
-    other = dequantised(Interval(value - off, value + off, value.isnan(), value.isnan()), torch.bfloat16, False)
-    assert (other.high - other.low)[:3].tolist() == [0, 2.0**-7, 0]
+    neighbour = dequantised(Interval(value - off, value + off, value.isnan(), value.isnan()), torch.bfloat16, False)
+    assert (neighbour.high - neighbour.low)[:3].tolist() == [0, 2.0**-7, 0]
 
 
 def test_a_case_of_an_overridden_backward_shrinks_and_one_of_delayed_scaling_is_none():
     case = replace(LINEAR, **DEQUANTIZED)
-    simpler = {(other.scaling, other.override) for other in scope_of(case.function, Space()).smaller(case)}
+    simpler = {(neighbour.scaling, neighbour.override) for neighbour in scope_of(case.function, Space()).smaller(case)}
     assert simpler == {("", ""), ("current", ""), ("current", "dequantized")}
     assert scope_of(case.function, Space()).neighbour(case).override == "high_precision"
     for scaling in ("", "delayed"):
@@ -321,14 +326,14 @@ def test_a_case_of_an_overridden_backward_shrinks_and_one_of_delayed_scaling_is_
 
 
 def test_the_product_of_margins_is_how_far_it_can_be():
-    left, right = (
+    first, second = (
         Factor(Interval.around(torch.tensor([[2.0, -4.0]]).double(), torch.tensor([[0.5, 0.0]]).double())),
         Factor(Interval.exact(torch.tensor([[3.0, 1.0]]).double())),
     )
-    product = Product.of(left, right)
+    product = Product.of(first, second)
     assert (product.value.item(), product.magnitude.item()) == (2, 10)
     assert product.margin.item() == pytest.approx(1.5)
-    assert Product.of(Factor(Interval.exact(left.values.center)), right).margin.item() == 0
+    assert Product.of(Factor(Interval.exact(first.values.center)), second).margin.item() == 0
 
 
 def test_rows_with_a_code_that_may_be_another_are_not_compared_with_the_reference():
@@ -336,7 +341,8 @@ def test_rows_with_a_code_that_may_be_another_are_not_compared_with_the_referenc
     contract = CONTRACTS[case.function]
     problem = contract.problem(case)
     exact, loose = (
-        contract.expected(case, problem, {"scale_arithmetic": how})["out"] for how in ("division", "reciprocal")
+        contract.expected(case, problem, {"scale_arithmetic": arithmetic})["out"]
+        for arithmetic in ("division", "reciprocal")
     )
     assert isinstance(exact, RowWise)
     assert type(loose) is Bounded

@@ -78,15 +78,15 @@ BIASED = MlpCase(function="grouped_mlp", experts=2, probs="float32", bias1="floa
 
 def every_recipe() -> list[MlpCase]:
     """One case per recipe, in each legal dtype, with and without gradients of weights."""
-    found = []
+    cases = []
     for scaling in RECIPES:
         sizes = SIZES.get(scaling, {"tokens": 9, "hidden": 6, "width": 8})
-        asked = [(ALL, "float32"), (ALL, "bfloat16"), ("rows+probs", "bfloat16")]
-        for variant, (grads, dtype) in itertools.product(range(VARIANTS), asked):
+        gradients_and_dtypes = [(ALL, "float32"), (ALL, "bfloat16"), ("rows+probs", "bfloat16")]
+        for variant, (grads, dtype) in itertools.product(range(VARIANTS), gradients_and_dtypes):
             options = sizes | {"scaling": scaling, "variant": variant, "seed": variant, "grads": grads, "dtype": dtype}
             overrides = OVERRIDES if dtype == "bfloat16" and scaling != "delayed" else ()
-            found += [replace(BIASED, **options, override=override) for override in ("", *overrides)]
-    return [case for case in found if case.clash() is None]
+            cases += [replace(BIASED, **options, override=override) for override in ("", *overrides)]
+    return [case for case in cases if case.clash() is None]
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -133,7 +133,9 @@ def of_one_layer() -> SimpleNamespace:
     """Both layers by the state of the first."""
     honest = staged(RIGHT, RIGHT).grouped_mlp
     return SimpleNamespace(
-        grouped_mlp=lambda *tensors, state=None, **how: honest(*tensors, state=state and (state[0],) * 2, **how)
+        grouped_mlp=lambda *tensors, state=None, **settings: honest(
+            *tensors, state=state and (state[0],) * 2, **settings
+        )
     )
 
 
@@ -174,10 +176,10 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("case", "wrong", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_every_mistake_is_found_where_it_is_by_its_value(case, wrong, output):
+@pytest.mark.parametrize(("case", "implementation", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_every_mistake_is_found_where_it_is_by_its_value(case, implementation, output):
     assert case.clash() is None
-    assert (output, "bound") in failures(case, wrong, 4)
+    assert (output, "bound") in failures(case, implementation, 4)
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)
@@ -203,9 +205,11 @@ def inexact(
 ) -> Interval:
     """What x ± off may come to, quantised as an input."""
     how_made = scheme(recipe, "input", columnwise=columnwise)
-    known = Interval.around(x.double(), torch.full_like(x, off).double()).each(lambda part: turned(part, columnwise))
+    interval = Interval.around(x.double(), torch.full_like(x, off).double()).each(
+        lambda bounds: turned(bounds, columnwise)
+    )
     quantizer = Quantizer(how_made, x.dtype, reciprocal=reciprocal and may_be_others(how_made))
-    values = quantizer.values(known).values.each(lambda part: turned(part, columnwise))
+    values = quantizer.values(interval).values.each(lambda bounds: turned(bounds, columnwise))
     return dequantised(values, x.dtype, reciprocal) if rounded else values
 
 
@@ -229,8 +233,8 @@ def test_what_is_quantised_anywhere_in_the_range_comes_to_within_the_factors_mar
     factor = inexact(x, recipe, off, columnwise)
     for _ in range(20):
         near = x + off * (2 * torch.rand(x.shape, generator=generator) - 1)
-        made = quantize(near, recipe, rowwise=not columnwise, columnwise=columnwise).quantized.form(columnwise)
-        value = turned(values(made.groups[0], made.scheme), columnwise).double()
+        form = quantize(near, recipe, rowwise=not columnwise, columnwise=columnwise).quantized.form(columnwise)
+        value = turned(values(form.groups[0], form.scheme), columnwise).double()
         assert (
             (value - factor.center).abs() <= factor.margin + 2e-6 * value.abs()
         ).all()  # why: what `values` rounds in float32
@@ -244,10 +248,10 @@ def test_what_is_known_has_one_value(scaling, variant):
     recipe = RECIPES[scaling][variant]
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
     factor = inexact(x, recipe, 0.0)
-    made = quantize(x, recipe).quantized.form(False)
+    form = quantize(x, recipe).quantized.form(False)
     assert not factor.margin.any()
     roundings = 2 * torch.finfo(torch.float32).eps  # why: the values are two products in float32
-    assert torch.allclose(factor.center, values(made.groups[0], made.scheme).double(), rtol=roundings, atol=0)
+    assert torch.allclose(factor.center, values(form.groups[0], form.scheme).double(), rtol=roundings, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -259,16 +263,17 @@ def test_what_comes_back_of_anywhere_in_the_range_is_within_the_factors_margin(s
     recipe = RECIPES[scaling][variant]
     generator = torch.Generator().manual_seed(variant)
     x, off = torch.randn(32, 64, generator=generator).to(dtype), 0.01
-    known, loose, exact = (
-        inexact(x, recipe, own, rounded=True, reciprocal=how) for own, how in ((off, False), (off, True), (0.0, False))
+    by_division, loose, exact = (
+        inexact(x, recipe, margin, rounded=True, reciprocal=reciprocal)
+        for margin, reciprocal in ((off, False), (off, True), (0.0, False))
     )
     assert torch.equal(exact.center, dequantize(quantize(x, recipe).quantized).double()) and not exact.margin.any()
-    assert (loose.margin >= known.margin).all()
+    assert (loose.margin >= by_division.margin).all()
     for _ in range(20):
         near = (x + 0.9 * off * (2 * torch.rand(x.shape, generator=generator) - 1)).to(dtype)
         near = torch.where((near.double() - x.double()).abs() <= off, near, x)
         value = dequantize(quantize(near, recipe).quantized).double()
-        assert ((value - known.center).abs() <= known.margin).all()  # bitwise: rounding included
+        assert ((value - by_division.center).abs() <= by_division.margin).all()  # bitwise: rounding included
 
 
 def test_a_margin_without_the_rounding_is_too_narrow_for_what_comes_back():
@@ -321,10 +326,12 @@ def test_hand_made_cases_are_passed_and_would_not_be_in_high_precision(function)
     for golden in getattr(golden_recipes, function.upper()):
         case: Any = Case.family[function](function=function, golden=golden)
         call = getattr(moe_ref, function)
-        plain = reference(**{function: lambda *tensors, call=call, **how: call(*tensors, **without_recipe(how))})
+        unquantised = reference(
+            **{function: lambda *tensors, call=call, **settings: call(*tensors, **without_recipe(settings))}
+        )
         assert outcome_of(case, moe_ref).status == "PASS", golden
-        assert outcome_of(case, plain).status == "FAIL", golden
+        assert outcome_of(case, unquantised).status == "FAIL", golden
 
 
-def without_recipe(how: dict[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in how.items() if name not in ("recipe", "state", "noise")}
+def without_recipe(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in settings.items() if name not in ("recipe", "state", "noise")}

@@ -55,18 +55,18 @@ OTHERS = {
 }
 
 
-def launched(kernel: Kernel, programs: int, **other) -> None:
-    args, constants = arguments(**other)
+def launched(kernel: Kernel, programs: int, **changes) -> None:
+    args, constants = arguments(**changes)
     prepared.launch(kernel, (programs,))(*args, **constants)
 
 
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_a_launch_for_which_triton_would_compile_anew_goes_through_triton(other):
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
+def test_a_launch_for_which_triton_would_compile_anew_goes_through_triton(changes):
     kernel = Kernel()
     launched(kernel, 3)
-    launched(kernel, 3, **other)
+    launched(kernel, 3, **changes)
     assert kernel.compiled == 2
-    launched(kernel, 3, **other)
+    launched(kernel, 3, **changes)
     assert kernel.compiled == 2
 
 
@@ -75,6 +75,6 @@ def test_a_launch_alike_has_its_own_arguments_programs_and_all_constants():
     kernel, x = Kernel(), MEMORY[1]
     launched(kernel, 3)
     launched(kernel, 5, x=x, n=64)
-    (_, first, constants), (grid, args, rest) = kernel.ran
-    assert kernel.compiled == 1 and grid == (5,) and constants == rest == (4, 8)
+    (_, first, constants), (grid, args, second_constants) = kernel.ran
+    assert kernel.compiled == 1 and grid == (5,) and constants == second_constants == (4, 8)
     assert args[1] is x and args[2] == 64 and args[3] == first[3]

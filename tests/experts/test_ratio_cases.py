@@ -33,14 +33,14 @@ def cut_off(x: Tensor) -> Tensor:
 
 
 def in_high_precision(function: str) -> SimpleNamespace:
-    def product(left, right, counts):
-        return cut_off(getattr(moe_ref, function)(left.double(), right.double(), counts)).bfloat16()
+    def product(first, second, counts):
+        return cut_off(getattr(moe_ref, function)(first.double(), second.double(), counts)).bfloat16()
 
     return SimpleNamespace(**{function: product})
 
 
 def truncating(case: GroupedCase) -> SimpleNamespace:
-    low = make(Way(product=lambda left, right, recipe: cut_off(scaled_first(left, right, recipe))))
+    low = make(Way(product=lambda first, second, recipe: cut_off(scaled_first(first, second, recipe))))
     return low if case.scaling else in_high_precision(case.function)
 
 
@@ -67,9 +67,9 @@ def test_every_product_has_one_in_each_precision_and_all_are_run():
 
 
 @pytest.mark.parametrize(
-    ("lacking", "left"), [("recipe", [("", 0)]), ("noise", [("", 0), ("current", 0), ("block", 0), ("nvfp4", 1)])]
+    ("lacking", "remaining"), [("recipe", [("", 0)]), ("noise", [("", 0), ("current", 0), ("block", 0), ("nvfp4", 1)])]
 )
-def test_what_is_not_accepted_is_left_out(lacking, left):
+def test_what_is_not_accepted_is_left_out(lacking, remaining):
     for function in FUNCTIONS:
-        found = ratio_cases(scope_of(function, Space(without={function: frozenset({lacking})})))
-        assert [(case.scaling, case.variant) for case in found] == left
+        cases = ratio_cases(scope_of(function, Space(without={function: frozenset({lacking})})))
+        assert [(case.scaling, case.variant) for case in cases] == remaining

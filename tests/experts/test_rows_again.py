@@ -29,12 +29,12 @@ def drawn() -> list[Tensor]:
     return [normal(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
 
 
-def gradients(namespace: Any, spoil: bool, again: Any = None, **settings: Any) -> list[Tensor]:
+def gradients(namespace: Any, spoil: bool, make_rows: Any = None, **settings: Any) -> list[Tensor]:
     """With `spoil` the rows are NaN when the backward runs; `again` makes them of their values."""
     x, *leaves = drawn()
     rows = x * 1
-    made = {} if again is None else {"rows_again": partial(again, rows.detach().clone())}
-    out = experts(namespace, rows, leaves, **settings, **made)
+    options_of_rows = {} if make_rows is None else {"rows_again": partial(make_rows, rows.detach().clone())}
+    out = experts(namespace, rows, leaves, **settings, **options_of_rows)
     if spoil:
         rows.data.fill_(torch.nan)  # no change that autograd counts
     return list(torch.autograd.grad(out, [x, *leaves], normal(ROWS, HIDDEN, seed=9)))
@@ -46,10 +46,10 @@ OPTIONS = [{}, {"probs_on_input": True, "recompute": "moe_act"}, {"align": 16, "
 @each_package
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "probs on input", "padded codes"])
 def test_the_backward_reads_rows_that_are_made_again_and_no_others(namespace, options):
-    right = gradients(namespace, False, **options)
+    expected = gradients(namespace, False, **options)
     got = gradients(namespace, True, torch.clone, **options)
-    assert all(x.any() and torch.equal(x, y) for x, y in zip(right, got, strict=True))
-    assert not torch.equal(gradients(namespace, True, torch.neg, **options)[1], right[1])
+    assert all(x.any() and torch.equal(x, y) for x, y in zip(expected, got, strict=True))
+    assert not torch.equal(gradients(namespace, True, torch.neg, **options)[1], expected[1])
 
 
 @each_package
@@ -60,24 +60,24 @@ def test_rows_that_are_saved_are_read(namespace):
 @each_package
 @pytest.mark.parametrize("options", [*OPTIONS[:1], OPTIONS[2]], ids=["plain", "padded codes"])
 def test_neither_rows_nor_their_codes_are_kept(namespace, options):
-    def kept(**made: Any) -> int:
+    def saved(**options_of_rows: Any) -> int:
         x, *leaves = drawn()
-        run = lambda: experts(namespace, x * 1, leaves, **options, **made)  # noqa: E731
+        run = lambda: experts(namespace, x * 1, leaves, **options, **options_of_rows)  # noqa: E731
         run()  # the first call fills caches
         return alive_bytes(run, [x, *leaves], lambda: moe_fast.permute(torch.zeros(1, 1), torch.ones(1, 1) > 0))
 
     size = ROWS * HIDDEN * (1 if "recipe" in options else 4)
-    assert kept(rows_again=lambda: drawn()[0].detach()) <= kept() - size
+    assert saved(rows_again=lambda: drawn()[0].detach()) <= saved() - size
 
 
 @each_package
-@pytest.mark.parametrize(("settings", "right"), [
+@pytest.mark.parametrize(("settings", "expected"), [
     ({"rows_again": 1}, "rows_again is int; it must be a function without arguments, or None"),
     ({"rows_again": drawn, "recompute": "moe"}, "rows_again is given with recompute 'moe'"),
 ])  # fmt: skip
-def test_illegal_calls_say_why(namespace, settings, right):
+def test_illegal_calls_say_why(namespace, settings, expected):
     x, *leaves = drawn()
-    with pytest.raises(ValueError, match=right):
+    with pytest.raises(ValueError, match=expected):
         experts(namespace, x, leaves, **settings)
 
 

@@ -41,7 +41,7 @@ def test_honest_experts_are_accepted(experts, function):
 def changed(function: str, wrapper) -> SimpleNamespace:
     honest = make(How())
     original = getattr(honest, function)
-    return SimpleNamespace(**vars(honest) | {function: lambda *args, **how: wrapper(original, *args, **how)})
+    return SimpleNamespace(**vars(honest) | {function: lambda *args, **settings: wrapper(original, *args, **settings)})
 
 
 def in_half(curve):
@@ -59,8 +59,8 @@ def added_in_half(x: Tensor, y: Tensor) -> Tensor:
     return total.to(x.dtype)
 
 
-def with_settings(**other: Any):
-    return lambda original, h, **settings: original(h, **settings | other)
+def with_settings(**changes: Any):
+    return lambda original, h, **settings: original(h, **settings | changes)
 
 
 def without(name: str):
@@ -97,8 +97,8 @@ def nothing_for_nan(original, h, **settings):
     return original(h, **settings).nan_to_num()
 
 
-def reads_past_the_end(original, x, other, counts, **settings):
-    out = original(x, other, counts, **settings)
+def reads_past_the_end(original, x, weight, counts, **settings):
+    out = original(x, weight, counts, **settings)
     return out + 0 * x[int(counts.sum()) :].sum().to(out.dtype)
 
 
@@ -106,8 +106,10 @@ def adds_bias_after_rounding(original, rows, weight, counts, *, bias=None, **set
     out = original(rows, weight, counts, **settings)
     if bias is None:
         return out
-    own = experts_of_rows(counts, len(rows))
-    return torch.where((own < len(counts))[:, None], out + bias[own.clamp(max=len(counts) - 1)].to(out.dtype), out)
+    experts = experts_of_rows(counts, len(rows))
+    return torch.where(
+        (experts < len(counts))[:, None], out + bias[experts.clamp(max=len(counts) - 1)].to(out.dtype), out
+    )
 
 
 def rounds_before_adding(original, d_out, rows, counts, *, accumulate_into=None, **settings):
@@ -155,9 +157,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("case", "wrong", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_every_mistake_is_found_where_it_is(case, wrong, output):
-    assert (output, "bound") in failures(case, wrong, 8)
+@pytest.mark.parametrize(("case", "implementation", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_every_mistake_is_found_where_it_is(case, implementation, output):
+    assert (output, "bound") in failures(case, implementation, 8)
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)
@@ -221,9 +223,9 @@ def test_a_rounded_number_is_known_unless_it_lies_at_a_boundary():
         torch.full((2,), 1e-6, dtype=torch.float64),
         torch.float32,
     )
-    known = x.rounded_to(torch.bfloat16)
-    assert known.value.tolist() == [1, 1]
-    assert known.error.tolist() == [0, 2.0**-7]
+    rounded = x.rounded_to(torch.bfloat16)
+    assert rounded.value.tolist() == [1, 1]
+    assert rounded.error.tolist() == [0, 2.0**-7]
 
 
 def test_an_alpha_makes_its_own_gate():
@@ -233,9 +235,9 @@ def test_an_alpha_makes_its_own_gate():
 
 
 def test_a_product_with_a_nan_or_an_infinity_bounds_only_the_other_elements():
-    left = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [torch.inf, 1.0]])
-    right = torch.tensor([[3.0, 4.0], [0.0, torch.inf]])
-    product = Product.of(left, right)
+    first = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [torch.inf, 1.0]])
+    second = torch.tensor([[3.0, 4.0], [0.0, torch.inf]])
+    product = Product.of(first, second)
     assert product.value.isnan().tolist() == [[False, False], [True, True], [False, False]]
     assert product.free.tolist() == [[False, True], [False, False], [True, True]]
     assert product.value[0, 0] == 11 and product.magnitude[0, 0] == 11

@@ -20,7 +20,7 @@ def reached(function: str) -> Counter[Any]:
     """(dtype, groups of a tile of codes or 0, whether gradients are wanted) of those of its cases
     that always run, and have tiles of many rows.
     """
-    scope, found = scope_of(function, SPACE), Counter()
+    scope, tiles = scope_of(function, SPACE), Counter()
     for case in scope.always():
         problem = CONTRACTS[function].problem(case)
         tensors = [x for x in problem.required.values() if x.is_floating_point()]
@@ -31,24 +31,24 @@ def reached(function: str) -> Counter[Any]:
         if dtype.itemsize > 2 or not lines:
             continue
         if case.scaling == "block":
-            found[dtype, hopper.rows_of_tile(rows, experts) // hopper.HEIGHT, bool(problem.wanted)] += 1
+            tiles[dtype, hopper.rows_of_tile(rows, experts) // hopper.HEIGHT, bool(problem.wanted)] += 1
         elif not case.scaling and GPU.grouped.tile(rows, experts, dtype.itemsize).rows == hopper.MATMUL_ROWS:
-            found[dtype, 0, bool(problem.wanted)] += 1
-    return found
+            tiles[dtype, 0, bool(problem.wanted)] += 1
+    return tiles
 
 
 @pytest.mark.parametrize("function", ["grouped_linear", "grouped_dgrad", "grouped_wgrad"])
 def test_products_of_rows_and_of_codes_have_many(function):
-    found, wanted = reached(function), function == "grouped_linear"
+    counts, wanted = reached(function), function == "grouped_linear"
     for dtype in (torch.bfloat16, torch.float16):
-        assert found[dtype, 0, wanted]
-    assert found[torch.bfloat16, 3, wanted]
+        assert counts[dtype, 0, wanted]
+    assert counts[torch.bfloat16, 3, wanted]
 
 
 @pytest.mark.parametrize("function", ["grouped_mlp", "shared_experts"])
 def test_layers_have_many_with_and_without_gradients(function):
-    found = reached(function)
-    assert found[torch.bfloat16, 0, True] and found[torch.bfloat16, 0, False] and found[torch.float16, 0, False]
+    counts = reached(function)
+    assert counts[torch.bfloat16, 0, True] and counts[torch.bfloat16, 0, False] and counts[torch.float16, 0, False]
 
 
 def test_few_rows_reach_none():

@@ -26,20 +26,20 @@ def cases_of(function: str, space: Space = GPU) -> list[Any]:
 
 def row_tiles(counts: Tensor) -> list[tuple[int, int]]:
     """The rows of each tile, from first to end."""
-    found, begin = [], 0
+    tiles_of_rows, begin = [], 0
     for count in counts.tolist():
-        found += [(first, min(first + ROWS, begin + count)) for first in range(begin, begin + count, ROWS)]
+        tiles_of_rows += [(first, min(first + ROWS, begin + count)) for first in range(begin, begin + count, ROWS)]
         begin += count
-    return found
+    return tiles_of_rows
 
 
-def first_tiles(function: Any, rows: Tensor, *rest: Any, **settings: Any) -> Any:
+def first_tiles(function: Any, rows: Tensor, *arguments: Any, **settings: Any) -> Any:
     """What no program's first tile has is left as it is: zeros."""
-    out = function(rows, *rest, **settings)
+    out = function(rows, *arguments, **settings)
     if out.dim() == 3:  # of weights
         pieces = torch.arange(len(out)) * (-(-out.shape[1] // OF_WEIGHT[0]) * -(-out.shape[2] // OF_WEIGHT[1]))
         return torch.where((pieces < PROGRAMS)[:, None, None], out, 0)
-    counts = next(x for x in rest if x.dim() == 1)
+    counts = next(x for x in arguments if x.dim() == 1)
     for first, end in row_tiles(counts)[PROGRAMS:]:
         out[first:end] = 0
     return out
@@ -62,10 +62,10 @@ def test_what_a_program_does_after_its_first_tile_shows_on_a_gpus_cases(function
 
 @pytest.mark.parametrize("function", PRODUCTS[:2])
 def test_experts_of_few_rows_have_several_waves_of_small_tiles(function):
-    few = [case for case in cases_of(function) if tiles(case) <= PROGRAMS]
-    assert [case.scaling for case in few] == ["", "current"]
+    small_cases = [case for case in cases_of(function) if tiles(case) <= PROGRAMS]
+    assert [case.scaling for case in small_cases] == ["", "current"]
     columns = {"grouped_linear": "width", "grouped_dgrad": "hidden"}[function]
-    small = [sum(-(-count // 64) for count in case.counts) * -(-getattr(case, columns) // 128) for case in few]
+    small = [sum(-(-count // 64) for count in case.counts) * -(-getattr(case, columns) // 128) for case in small_cases]
     assert min(small) > PROGRAMS
 
 

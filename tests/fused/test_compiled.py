@@ -16,14 +16,14 @@ SPLITS = torch.tensor([32, 64])
 
 
 def read(quantized: Any) -> list[Tensor]:
-    return [moe_fast.dequantize(quantized, columnwise=way) for way in (False, True)]
+    return [moe_fast.dequantize(quantized, columnwise=columnwise) for columnwise in (False, True)]
 
 
 def activated(h: Tensor, probs: Tensor, recipe: Recipe) -> list[Tensor]:
     settings = {"splits": SPLITS, "probs": probs, "columnwise": True}
-    made = moe_fast.glu_and_quantize(h, recipe, **settings).quantized
-    back = moe_fast.glu_backward_and_quantize(h[:, :32].detach(), h.detach(), recipe, **settings)
-    return [*read(made), *read(back.quantized), back.d_probs.detach()]
+    quantized = moe_fast.glu_and_quantize(h, recipe, **settings).quantized
+    gradient = moe_fast.glu_backward_and_quantize(h[:, :32].detach(), h.detach(), recipe, **settings)
+    return [*read(quantized), *read(gradient.quantized), gradient.d_probs.detach()]
 
 
 def permuted(x: Tensor, probs: Tensor, recipe: Recipe) -> list[Tensor]:

@@ -23,10 +23,12 @@ def results(recipe: Recipe, **settings: Any) -> list[torch.Tensor]:
     """Codes, scales and amax of the activation and of its gradient, and d_probs."""
     h, d_out, probs = normal(96, 256, dtype=torch.bfloat16), normal(96, 128, seed=1).bfloat16(), normal(96, seed=2)
     settings |= {"probs": probs, "splits": torch.tensor([32, 0, 64]), "columnwise": True}
-    back = moe_fast.glu_backward_and_quantize(d_out, h, recipe, **settings)
-    made = (moe_fast.glu_and_quantize(h, recipe, **settings).quantized, back.quantized)
+    gradient = moe_fast.glu_backward_and_quantize(d_out, h, recipe, **settings)
+    forms = (moe_fast.glu_and_quantize(h, recipe, **settings).quantized, gradient.quantized)
     reads = (moe_fast.codes, moe_fast.scales, moe_fast.amax)
-    return [read(q, columnwise=way) for q in made for read in reads for way in (False, True)] + [back.d_probs]
+    return [read(q, columnwise=columnwise) for q in forms for read in reads for columnwise in (False, True)] + [
+        gradient.d_probs
+    ]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,10 @@ def test_small_tiles_change_no_bit(name, monkeypatch):
     def results() -> list[torch.Tensor]:
         out = moe_fast.permute_and_quantize(x, chosen, RECIPES[name], align=32, num_rows=320, **settings)
         reads = (moe_fast.codes, moe_fast.scales, moe_fast.amax)
-        return [read(out.quantized, columnwise=way) for read in reads for way in ways] + [out.probs, *(out.state or ())]
+        return [read(out.quantized, columnwise=columnwise) for read in reads for columnwise in ways] + [
+            out.probs,
+            *(out.state or ()),
+        ]
 
     large = results()
     monkeypatch.setattr(tuning, "INTERPRETER", replace(tuning.INTERPRETER, permute_quantize=SMALL))

@@ -42,40 +42,40 @@ SUMMED = replace(CURRENT, grads="tokens+probs", probs="float32")
 def test_one_step_is_two():
     tokens, chosen = torch.randn(70, 64), torch.rand(70, 5) < 0.4
     probs, recipe = torch.rand(70, 5), Recipe("mxfp8")
-    how: dict[str, Any] = {"probs": probs, "align": 32, "num_rows": 256}
-    whole = moe_ref.permute_and_quantize(tokens, chosen, recipe, **how, columnwise=True)
-    permuted = moe_ref.permute(tokens, chosen, **how)
-    parts = moe_ref.quantize(permuted.rows, recipe, splits=permuted.tokens_per_expert, columnwise=True)
+    settings: dict[str, Any] = {"probs": probs, "align": 32, "num_rows": 256}
+    one_step = moe_ref.permute_and_quantize(tokens, chosen, recipe, **settings, columnwise=True)
+    permuted = moe_ref.permute(tokens, chosen, **settings)
+    two_steps = moe_ref.quantize(permuted.rows, recipe, splits=permuted.tokens_per_expert, columnwise=True)
     for columnwise in (False, True):
         for read in (moe_ref.codes, moe_ref.scales, moe_ref.amax, moe_ref.dequantize):
             assert torch.equal(
-                read(whole.quantized, columnwise=columnwise), read(parts.quantized, columnwise=columnwise)
+                read(one_step.quantized, columnwise=columnwise), read(two_steps.quantized, columnwise=columnwise)
             )
     for name in ("probs", "tokens_per_expert", "pad_offsets", "overflow"):
-        assert torch.equal(getattr(whole, name), getattr(permuted, name))
-    assert torch.equal(whole.row_map.token_P, permuted.row_map.token_P)
-    assert whole.state is None
+        assert torch.equal(getattr(one_step, name), getattr(permuted, name))
+    assert torch.equal(one_step.row_map.token_P, permuted.row_map.token_P)
+    assert one_step.state is None
 
 
 def test_the_gradient_is_that_of_permute():
     tokens, probs = torch.randn(9, 8, requires_grad=True), torch.rand(9, 3, requires_grad=True)
     chosen = torch.rand(9, 3) < 0.5
-    made = moe_ref.permute_and_quantize(tokens, chosen, Recipe("current"), probs=probs, align=4)
-    value = moe_ref.dequantize(made.quantized)
+    permuted_codes = moe_ref.permute_and_quantize(tokens, chosen, Recipe("current"), probs=probs, align=4)
+    value = moe_ref.dequantize(permuted_codes.quantized)
     d_value, d_probs = torch.randn_like(value), torch.randn(len(value))
-    got = torch.autograd.grad([value, made.probs], [tokens, probs], [d_value, d_probs])
+    got = torch.autograd.grad([value, permuted_codes.probs], [tokens, probs], [d_value, d_probs])
     permuted = moe_ref.permute(tokens, chosen, probs=probs, align=4)
-    right = torch.autograd.grad([permuted.rows, permuted.probs], [tokens, probs], [d_value, d_probs])
-    assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
+    expected = torch.autograd.grad([permuted.rows, permuted.probs], [tokens, probs], [d_value, d_probs])
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_the_next_state_knows_every_expert():
     state = QuantizerState(torch.tensor([[9.0, 0], [0, 0]]), torch.tensor([2.0, 4.0]))
     tokens, chosen = torch.tensor([[1.0], [3.0], [99.0]]), torch.tensor([[1, 1], [0, 1], [0, 0]])
-    made = moe_ref.permute_and_quantize(tokens, chosen, Recipe("delayed", amax_history_len=2), state=state)
-    assert made.state is not None
-    assert made.state.amax_history.tolist() == [[9, 0], [3, 0]]
-    assert torch.equal(moe_ref.scales(made.quantized), 1 / state.scale)
+    permuted_codes = moe_ref.permute_and_quantize(tokens, chosen, Recipe("delayed", amax_history_len=2), state=state)
+    assert permuted_codes.state is not None
+    assert permuted_codes.state.amax_history.tolist() == [[9, 0], [3, 0]]
+    assert torch.equal(moe_ref.scales(permuted_codes.quantized), 1 / state.scale)
 
 
 @pytest.mark.parametrize(
@@ -107,20 +107,22 @@ def test_a_namespace_of_fused_functions_offers_all_that_reads_their_results(name
 
 
 def in_steps(
-    rows: Callable[..., Tensor] | None = None, splits: Callable[..., Tensor] | None = None, **after: Callable[..., Any]
+    rows: Callable[..., Tensor] | None = None,
+    splits: Callable[..., Tensor] | None = None,
+    **changes: Callable[..., Any],
 ) -> SimpleNamespace:
     """permute, then quantize, with something done to the rows and splits in between, and to what is
     returned afterwards.
     """
 
     def permute_and_quantize(
-        tokens, routing_map, recipe, *, probs=None, align=None, capacity=None, num_rows=None, **how
+        tokens, routing_map, recipe, *, probs=None, align=None, capacity=None, num_rows=None, **settings
     ):
         permuted = moe_ref.permute(tokens, routing_map, probs=probs, align=align, capacity=capacity, num_rows=num_rows)
         quantised = permuted.rows if rows is None else rows(permuted, tokens)
         sizes = permuted.tokens_per_expert if splits is None else splits(permuted, routing_map)
-        out = PermutedQuantization(*moe_ref.quantize(quantised, recipe, splits=sizes, **how), *permuted[1:])
-        return out._replace(**{name: change(out) for name, change in after.items()})
+        out = PermutedQuantization(*moe_ref.quantize(quantised, recipe, splits=sizes, **settings), *permuted[1:])
+        return out._replace(**{name: change(out) for name, change in changes.items()})
 
     return reference(permute_and_quantize=permute_and_quantize)
 
@@ -210,8 +212,10 @@ def second_segment_one_row_late(permuted, routing_map):
 
 def first_row_only(permuted, tokens):
     """The gradient of a token comes from the first of its rows."""
-    seen: set[int] = set()
-    first = torch.tensor([t >= 0 and not (t in seen or seen.add(t)) for t in permuted.row_map.token_P.tolist()])
+    tokens_seen: set[int] = set()
+    first = torch.tensor(
+        [t >= 0 and not (t in tokens_seen or tokens_seen.add(t)) for t in permuted.row_map.token_P.tolist()]
+    )
     return torch.where(first[:, None], permuted.rows, permuted.rows.detach())
 
 
@@ -272,14 +276,14 @@ def test_a_classic_mistake_is_found_where_it_was_made(namespace, case, output):
 @pytest.mark.parametrize("scaling", ["current", "mxfp8", "nvfp4"])
 def test_scalings_of_whole_blocks_always_have_an_alignment_or_a_capacity(scaling):
     unit = {"mxfp8": 32, "nvfp4": 16}.get(scaling, 1)
-    plain = replace(CURRENT, scaling=scaling, hidden=1, align=0)
-    assert permuting(plain).align == (unit if unit > 1 else 0)
-    assert permuting(replace(plain, align=3)).align == 3 * unit
-    assert (permuting(replace(plain, capacity=2)).align, permuting(replace(plain, capacity=2)).capacity) == (
+    case = replace(CURRENT, scaling=scaling, hidden=1, align=0)
+    assert permuting(case).align == (unit if unit > 1 else 0)
+    assert permuting(replace(case, align=3)).align == 3 * unit
+    assert (permuting(replace(case, capacity=2)).align, permuting(replace(case, capacity=2)).capacity) == (
         0,
         2 * unit,
     )
-    assert permuting(plain).hidden == unit
+    assert permuting(case).hidden == unit
 
 
 def test_tokens_without_a_row_hold_what_must_reach_no_amax():

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from conformance.engine.child.saved_memory import alive_bytes as alive_bytes
 
 
-def saved_bytes(run: Callable[[], Any], given: Iterable[Tensor]) -> int:
+def saved_bytes(run: Callable[[], Any], inputs: Iterable[Tensor]) -> int:
     """Of distinct storages that the graph of run() saves besides the given tensors'."""
     sizes: dict[int, int] = {}
 
@@ -24,8 +24,8 @@ def saved_bytes(run: Callable[[], Any], given: Iterable[Tensor]) -> int:
     with saved_tensors_hooks(pack, lambda x: x):
         out = run()
     assert out.requires_grad
-    known = {_place(x) for x in given}
-    return sum(size for place, size in sizes.items() if place not in known)
+    storages = {_place(x) for x in inputs}
+    return sum(size for storage, size in sizes.items() if storage not in storages)
 
 
 def _place(x: Tensor) -> int:

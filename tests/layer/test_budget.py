@@ -68,19 +68,19 @@ def learnt(both: list[MoELayer]) -> list[torch.Tensor]:
 @interpreted
 @pytest.mark.parametrize("budgets", [(5, None), (100, 5)], ids=str)
 def test_a_step_that_drops_rows_in_any_layer_is_the_step_without_a_budget(group, budgets):
-    right, both = layers(group, None, None), layers(group, *budgets)
-    (y_right, runs_right), (y, runs) = trained(right), trained(both)
-    assert (runs_right, runs) == (1, 2) and torch.equal(y, y_right)
-    assert all(torch.equal(a, b) for a, b in zip(learnt(both), learnt(right), strict=True))
+    unlimited, both = layers(group, None, None), layers(group, *budgets)
+    (y_unlimited, runs_unlimited), (y, runs) = trained(unlimited), trained(both)
+    assert (runs_unlimited, runs) == (1, 2) and torch.equal(y, y_unlimited)
+    assert all(torch.equal(a, b) for a, b in zip(learnt(both), learnt(unlimited), strict=True))
     assert [layer.config.num_rows for layer in both] == list(budgets)
 
 
 @interpreted
 def test_a_step_that_runs_again_has_seen_no_amax_before(group):
     recipe = Recipe("delayed", amax_history_len=2)
-    right, both = layers(group, None, None, recipe=recipe), layers(group, 5, None, recipe=recipe)
-    assert (trained(right)[1], trained(both)[1]) == (1, 2)
-    pairs = zip(*([x for layer in step for x in layer.experts.buffers()] for step in (both, right)), strict=True)
+    unlimited, both = layers(group, None, None, recipe=recipe), layers(group, 5, None, recipe=recipe)
+    assert (trained(unlimited)[1], trained(both)[1]) == (1, 2)
+    pairs = zip(*([x for layer in step for x in layer.experts.buffers()] for step in (both, unlimited)), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -88,8 +88,8 @@ def test_a_step_that_runs_again_has_seen_no_amax_before(group):
 def test_a_step_with_room_for_all_rows_runs_once_and_one_without_the_rule_is_wrong(group):
     enough = TOKENS * TOPK
     assert trained(layers(group, enough, enough))[1] == 1
-    tight, free = (layers(group, rows)[0](normal(TOKENS, HIDDEN, seed=1)) for rows in (5, enough))
-    assert not torch.equal(tight, free)
+    tight, unlimited = (layers(group, rows)[0](normal(TOKENS, HIDDEN, seed=1)) for rows in (5, enough))
+    assert not torch.equal(tight, unlimited)
 
 
 # ---- the rule for one layer's forward: in both packages, and the contract that judges it
@@ -107,28 +107,28 @@ def jittered_layer(rows: int | None) -> dict[str, Any]:
     return {"x": normal(TOKENS, HIDDEN, seed=1), "parameters": LayerParameters(**weights), "config": config}
 
 
-def of_one_rank(package: Any, given: dict[str, Any], group: Any, **settings: Any) -> Any:
+def of_one_rank(package: Any, layer_inputs: dict[str, Any], group: Any, **settings: Any) -> Any:
     """The layer's results on the only rank, drawn from one seed; torch's next number."""
     torch.manual_seed(5)
-    x, parameters, config = given.values()
+    x, parameters, config = layer_inputs.values()
     state = moe_ref.new_state(config.router)
     if package is moe_ref:
         out = moe_ref.moe_layer([x], [parameters], config, states=[state], **settings)
-        found = (out.output[0], out.routed[0])
+        results = (out.output[0], out.routed[0])
     else:
-        one = package.moe_layer(x, parameters, config, state=state, group=group, **settings)
-        found = (one.output, one.routed)
-    return [found[0], found[1].state.tokens_per_expert, torch.rand(1)]
+        rank_result = package.moe_layer(x, parameters, config, state=state, group=group, **settings)
+        results = (rank_result.output, rank_result.routed)
+    return [results[0], results[1].state.tokens_per_expert, torch.rand(1)]
 
 
 @interpreted
 @pytest.mark.parametrize("package", [moe_ref, moe_fast], ids=lambda package: package.__name__)
 def test_a_layer_that_runs_again_draws_and_counts_once(package, group):
-    free = of_one_rank(package, jittered_layer(None), group)
-    again = of_one_rank(package, jittered_layer(5), group, rerun=True)
+    unlimited = of_one_rank(package, jittered_layer(None), group)
+    second_run = of_one_rank(package, jittered_layer(5), group, rerun=True)
     once = of_one_rank(package, jittered_layer(5), group)
-    assert all(torch.equal(a, b) for a, b in zip(again, free, strict=True))
-    assert not torch.equal(once[0], free[0]) and torch.equal(once[2], free[2])
+    assert all(torch.equal(a, b) for a, b in zip(second_run, unlimited, strict=True))
+    assert not torch.equal(once[0], unlimited[0]) and torch.equal(once[2], unlimited[2])
 
 
 RULED = LayerCase(
@@ -136,8 +136,8 @@ RULED = LayerCase(
 )
 
 
-def _last_bit_of_a_second_run(x: Any, *rest: Any, rerun: bool = False, **settings: Any) -> Any:
-    out = reference_layer.moe_layer(x, *rest, rerun=rerun, **settings)
+def _last_bit_of_a_second_run(x: Any, *arguments: Any, rerun: bool = False, **settings: Any) -> Any:
+    out = reference_layer.moe_layer(x, *arguments, rerun=rerun, **settings)
     return out._replace(output=torch.nextafter(out.output, out.output.new_zeros(()))) if rerun else out
 
 
@@ -146,20 +146,20 @@ LAST_BIT = SimpleNamespace(**vars(reference_layer) | {"moe_layer": _last_bit_of_
 
 def test_the_law_finds_a_second_run_that_is_not_the_layer_with_room_for_all():
     with Pool(ChildOptions("tests.layer.test_budget:LAST_BIT", "cpu", search=HERE)) as pool:
-        found = [outcome for _, outcome in pool.run([RULED, replace(RULED, law="rerun")])]
-    assert [outcome.status for outcome in found] == ["PASS", "FAIL"]
-    assert (found[1].finding["output"], found[1].finding["check"]) == ("output", "rerun")
+        outcomes = [outcome for _, outcome in pool.run([RULED, replace(RULED, law="rerun")])]
+    assert [outcome.status for outcome in outcomes] == ["PASS", "FAIL"]
+    assert (outcomes[1].finding["output"], outcomes[1].finding["check"]) == ("output", "rerun")
 
 
-def _other_rows(x: Any, p: Any, *rest: Any, recompute: Any = None, **settings: Any) -> Any:
+def _other_rows(x: Any, p: Any, *arguments: Any, recompute: Any = None, **settings: Any) -> Any:
     p = p._replace(fc2_weight=p.fc2_weight * 2) if recompute else p
-    return reference_layer.moe_layer(x, p, *rest, **settings)
+    return reference_layer.moe_layer(x, p, *arguments, **settings)
 
 
-def _refused(*given: Any, recompute: Any = None, **settings: Any) -> Any:
+def _refused(*arguments: Any, recompute: Any = None, **settings: Any) -> Any:
     if recompute:
         raise ValueError("rows of other ranks are not made again")
-    return reference_layer.moe_layer(*given, **settings)
+    return reference_layer.moe_layer(*arguments, **settings)
 
 
 OTHER_ROWS = SimpleNamespace(**vars(reference_layer) | {"moe_layer": _other_rows})
@@ -179,13 +179,13 @@ def test_rows_that_are_made_again_over_ranks_are_the_same_or_refused(name, statu
 def test_with_a_budget_the_host_reads_nothing_and_rows_are_dropped_alike(group, dispatcher, monkeypatch):
     """The twin is the layer without a budget, which reads its counts."""
     x, dy = normal(TOKENS, HIDDEN, seed=1), normal(TOKENS, HIDDEN, seed=2)
-    found, reads = [], record_reads(monkeypatch)
+    num_reads, reads = [], record_reads(monkeypatch)
     for rows in (None, 5):
         (layer,) = layers(group, rows, dispatcher=dispatcher)
         reads.clear()
         layer(x).backward(dy)
-        found.append(len(reads))
-    assert found[0] > 0 == found[1]
+        num_reads.append(len(reads))
+    assert num_reads[0] > 0 == num_reads[1]
     assert bool(layer.over_budget)
 
 
@@ -193,23 +193,23 @@ def test_with_a_budget_the_host_reads_nothing_and_rows_are_dropped_alike(group, 
 def test_every_dispatcher_drops_the_same_rows(group):
     tight = [layers(group, 5, dispatcher=name)[0] for name in ("allgather", "alltoall", "deepep", "hybridep")]
     outputs = [layer(normal(TOKENS, HIDDEN, seed=1)) for layer in tight]
-    whole = layers(group, None)[0](normal(TOKENS, HIDDEN, seed=1))
+    unlimited = layers(group, None)[0](normal(TOKENS, HIDDEN, seed=1))
     for y in outputs[1:]:
         assert_close(y, outputs[0])
-    assert not torch.equal(outputs[0], whole)
+    assert not torch.equal(outputs[0], unlimited)
 
 
 @interpreted
 def test_over_shared_memory_rows_are_the_same(group):
-    found = []
+    results = []
     for shared in (False, True):
         (layer,) = layers(group, 9, shared_memory=shared)
         x = normal(TOKENS, HIDDEN, seed=1).requires_grad_()
         y = layer(x)
         y.backward(normal(TOKENS, HIDDEN, seed=2))
-        found.append([y, x.grad, layer.over_budget, *(weight.grad for weight in layer.parameters())])
-    assert bool(found[0][2])
-    for a, b in zip(*found, strict=True):
+        results.append([y, x.grad, layer.over_budget, *(weight.grad for weight in layer.parameters())])
+    assert bool(results[0][2])
+    for a, b in zip(*results, strict=True):
         assert_close(a, b)
 
 

@@ -41,58 +41,54 @@ def experts(module: MoELayer) -> list[torch.nn.Parameter]:
     return [module.experts.linear_fc1.weight, module.experts.linear_fc2.weight]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        EVERYTHING,
-        {"recompute": "moe"},
-        {"recipe": Recipe("block"), "recompute": "moe_act"},
-        {"dtype": torch.bfloat16, "overlap_wgrad": True},
-        {"overlap_wgrad": True, "recompute": "moe"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    EVERYTHING,
+    {"recompute": "moe"},
+    {"recipe": Recipe("block"), "recompute": "moe_act"},
+    {"dtype": torch.bfloat16, "overlap_wgrad": True},
+    {"overlap_wgrad": True, "recompute": "moe"},
+], ids=str)  # fmt: skip
 def test_no_bit_of_a_gradient_changes_and_no_parameter_is_left_out(options):
-    plain, delayed = layer(False, **{**options, "overlap_wgrad": False}), layer(True, **options)
-    inputs = backward(plain)
+    immediate, delayed = layer(False, **{**options, "overlap_wgrad": False}), layer(True, **options)
+    inputs = backward(immediate)
     assert all(torch.equal(a, b) for a, b in zip(backward(delayed), inputs, strict=True))
     assert untrained(delayed) == ["experts.linear_fc1.weight", "experts.linear_fc2.weight"]
     delayed.backward_dw()
     assert untrained(delayed) == []
-    for (name, a), b in zip(plain.named_parameters(), delayed.parameters(), strict=True):
+    for (name, a), b in zip(immediate.named_parameters(), delayed.parameters(), strict=True):
         assert a.grad.any() and torch.equal(a.grad, b.grad), name
 
 
 def test_an_input_without_gradient_changes_nothing():
-    plain, delayed = layer(False), layer(True)
-    backward(plain, needs_grad=False), backward(delayed, needs_grad=False)
+    immediate, delayed = layer(False), layer(True)
+    backward(immediate, needs_grad=False), backward(delayed, needs_grad=False)
     delayed.backward_dw()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), delayed.parameters(), strict=True))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(immediate.parameters(), delayed.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_hooks_run_once_per_backward_and_fc2_comes_first(overlap):
-    module, seen = layer(True, overlap_wgrad=overlap), []
+    module, hook_calls = layer(True, overlap_wgrad=overlap), []
     for name, weight in zip(("fc1", "fc2"), experts(module), strict=True):
-        weight.register_post_accumulate_grad_hook(lambda x, name=name: seen.append((name, x.grad is not None)))
+        weight.register_post_accumulate_grad_hook(lambda x, name=name: hook_calls.append((name, x.grad is not None)))
     backward(module)
-    assert seen == []
+    assert hook_calls == []
     module.backward_dw()
-    assert seen == [("fc2", True)] * len(BATCHES) + [("fc1", True)] * len(BATCHES)
+    assert hook_calls == [("fc2", True)] * len(BATCHES) + [("fc1", True)] * len(BATCHES)
     with pytest.raises(RuntimeError, match="no gradient waits"):
         module.backward_dw()
-    assert len(seen) == 2 * len(BATCHES)
+    assert len(hook_calls) == 2 * len(BATCHES)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_main_gradients_are_added_to_and_never_replaced(overlap):
-    module, seen = layer(True, dtype=torch.bfloat16, overlap_wgrad=overlap), []
+    module, hook_calls = layer(True, dtype=torch.bfloat16, overlap_wgrad=overlap), []
     for weight in experts(module):
         weight.main_grad = torch.full_like(weight, 0.5, dtype=torch.float32)
         weight.register_post_accumulate_grad_hook(
-            lambda x: seen.append((x.grad_added_to_main_grad, bool(x.grad.any())))
+            lambda x: hook_calls.append((x.grad_added_to_main_grad, bool(x.grad.any())))
         )
-    before = [x.main_grad for x in experts(module)]
+    main_gradients = [x.main_grad for x in experts(module)]
     backward(module)
     twin = layer(True, dtype=torch.bfloat16)
     backward(twin)
@@ -103,9 +99,9 @@ def test_main_gradients_are_added_to_and_never_replaced(overlap):
             total = gradient(accumulate_into=total)
         wanted.append(total)
     module.backward_dw()
-    assert seen == [(True, False)] * 2 * len(BATCHES)
-    for weight, main, right in zip(experts(module), before, wanted, strict=True):
-        assert weight.main_grad is main and torch.equal(main, right) and weight.grad is None
+    assert hook_calls == [(True, False)] * 2 * len(BATCHES)
+    for weight, main, expected in zip(experts(module), main_gradients, wanted, strict=True):
+        assert weight.main_grad is main and torch.equal(main, expected) and weight.grad is None
         assert not torch.equal(main, torch.full_like(main, 0.5))
 
 
@@ -137,9 +133,9 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> list[str]:
     calls: list[str] = []
     module, dispatch = layer(True, overlap_wgrad=overlap), layers._on_one_rank
 
-    def logged(tokens, *rest):
+    def logged(tokens, *arguments):
         tokens.register_hook(lambda d_tokens: calls.append("dispatch"))
-        return dispatch(tokens * 1, *rest)
+        return dispatch(tokens * 1, *arguments)
 
     monkeypatch.setattr(layers, "_on_one_rank", logged)
     for name, linear in (("fc1", module.experts.linear_fc1), ("fc2", module.experts.linear_fc2)):
@@ -154,10 +150,10 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> list[str]:
 
 def test_beside_the_dispatch_gradients_are_computed_before_its_backward(monkeypatch):
     """The twin is the module without the option, which computes them afterwards."""
-    with monkeypatch.context() as beside:
-        assert calls_of(beside, True)[:2] == ["fc2", "fc1"]
-    with monkeypatch.context() as alone:
-        assert calls_of(alone, False)[-3:] == ["end", "fc2", "fc1"]
+    with monkeypatch.context() as overlapped:
+        assert calls_of(overlapped, True)[:2] == ["fc2", "fc1"]
+    with monkeypatch.context() as sequential:
+        assert calls_of(sequential, False)[-3:] == ["end", "fc2", "fc1"]
 
 
 def test_gradients_beside_the_dispatch_must_be_delayed():

@@ -50,19 +50,21 @@ def referenced(ours: MoELayer) -> tuple[list[Tensor], list[LinearState]]:
             outputs.append(moe_ref.moe_layer([x], [ours.layer_parameters], CONFIG, **settings).output[0])
             torch.autograd.grad(outputs[-1], ours.experts.linear_fc1.weight, dy)
         states = [
-            LinearState(*(moe_ref.update_scales(own, RECIPE, role=role, reduced_amax=seen) for role, own, seen in each))
-            for each in (zip(LinearState._fields, *pair, strict=True) for pair in zip(states, amaxes, strict=True))
+            LinearState(
+                *(moe_ref.update_scales(state, RECIPE, role=role, reduced_amax=amax) for role, state, amax in operands)
+            )
+            for operands in (zip(LinearState._fields, *pair, strict=True) for pair in zip(states, amaxes, strict=True))
         ]
     return [y.detach() for y in outputs], states
 
 
 def test_scales_follow_the_amaxes_as_in_the_reference():
     ours = layer()
-    right, states = referenced(ours)
-    for y, y_right in zip(stepped(ours, range(STEPS)), right, strict=True):
+    expected, states = referenced(ours)
+    for y, y_right in zip(stepped(ours, range(STEPS)), expected, strict=True):
         torch.testing.assert_close(y, y_right)
-    for linear, own in zip(ours.experts.scaled, states, strict=True):
-        for got, state in zip(linear.state, own, strict=True):
+    for linear, expected_states in zip(ours.experts.scaled, states, strict=True):
+        for got, state in zip(linear.state, expected_states, strict=True):
             torch.testing.assert_close(got.amax_history, state.amax_history)
             torch.testing.assert_close(got.scale, state.scale)
             assert (state.scale != 1).all()
@@ -70,22 +72,22 @@ def test_scales_follow_the_amaxes_as_in_the_reference():
 
 @pytest.mark.parametrize("options", [{"recompute": "moe"}, {"recompute": "moe_act"}, {"delay_wgrad": True}])
 def test_a_layer_that_computes_again_or_later_sees_the_same(options):
-    plain, other = layer(), layer(**options)
-    stepped(plain, range(1))
-    stepped(other, range(1))
-    for x, y in zip(plain.experts.buffers(), other.experts.buffers(), strict=True):
+    immediate, recomputed = layer(), layer(**options)
+    stepped(immediate, range(1))
+    stepped(recomputed, range(1))
+    for x, y in zip(immediate.experts.buffers(), recomputed.experts.buffers(), strict=True):
         assert torch.equal(x, y)
 
 
 def test_an_evaluation_changes_no_state():
     ours = layer()
-    before = [x.clone() for x in ours.experts.buffers()]
+    states = [x.clone() for x in ours.experts.buffers()]
     ours.eval()(batch(0)[0])
     with torch.no_grad():
         ours.train()(batch(0)[0])
-    assert all(torch.equal(x, old) for x, old in zip(ours.experts.buffers(), before, strict=True))
+    assert all(torch.equal(x, old) for x, old in zip(ours.experts.buffers(), states, strict=True))
     ours(batch(0)[0])
-    assert not all(torch.equal(x, old) for x, old in zip(ours.experts.buffers(), before, strict=True))
+    assert not all(torch.equal(x, old) for x, old in zip(ours.experts.buffers(), states, strict=True))
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -96,9 +98,9 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits(split):
     assert {name for name in state if "extra" in name} == {f"experts.linear_fc{i}._extra_state" for i in (1, 2)}
     for i in (1, 2) if split else ():
         state = split_extra_state(state, num_experts=EXPERTS, prefix=f"experts.linear_fc{i}.")
-    other = layer(seed=1)
-    other.load_state_dict(state)
-    for y, z in zip(stepped(ours, range(2, 3)), stepped(other, range(2, 3)), strict=True):
+    resumed = layer(seed=1)
+    resumed.load_state_dict(state)
+    for y, z in zip(stepped(ours, range(2, 3)), stepped(resumed, range(2, 3)), strict=True):
         assert torch.equal(y, z)
 
 
@@ -120,6 +122,5 @@ def test_a_cast_keeps_the_dtype_of_scales():
 
 def test_states_and_the_recipe_belong_together():
     ours = layer()
-    given = {"state": ours.router.state}
     with pytest.raises(ValueError, match="linear_states is None; it must be given with a recipe of delayed"):
-        moe_ref.moe_layer([batch(0)[0]], [ours.layer_parameters], CONFIG, states=[given["state"]])
+        moe_ref.moe_layer([batch(0)[0]], [ours.layer_parameters], CONFIG, states=[ours.router.state])

@@ -52,12 +52,12 @@ def example() -> Any:
     return module
 
 
-def gradients(group: Any, rank: int, whole: dict[str, Tensor], x: Tensor, y: Tensor, mistake: str = "") -> Any:
+def gradients(group: Any, rank: int, parameters: dict[str, Tensor], x: Tensor, y: Tensor, mistake: str = "") -> Any:
     """Each parameter's gradient on this rank, from its share of the sentences."""
     module, ranks = example(), 1 if group is None else group.size()
     model = module.Model(Namespace(**TINY, recompute=None), group)
-    own = {name: part.chunk(ranks)[rank] if ".experts." in name else part for name, part in whole.items()}
-    model.load_state_dict(own)
+    local = {name: tensor.chunk(ranks)[rank] if ".experts." in name else tensor for name, tensor in parameters.items()}
+    model.load_state_dict(local)
     for layer in model.layers:
         unbalanced = replace(layer.config.router, aux_loss_coeff=0.0)  # the loss is of each rank's tokens
         layer.config = replace(layer.config, router=unbalanced)
@@ -84,26 +84,26 @@ def on_one_and_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, 
     """Gradients of one rank that has all sentences and experts; of each of two, right and wrong."""
     module, options = example(), Namespace(**TINY, recompute=None)
     torch.manual_seed(3)
-    whole = module.Model(options, None).state_dict()
+    parameters = module.Model(options, None).state_dict()
     x, y = module.sentences(options, torch.Generator().manual_seed(0))
-    ranks = on_ranks(2, of_every_way, tmp_path_factory.mktemp("ranks"), whole, x, y)
-    return gradients(None, 0, whole, x, y), ranks
+    ranks = on_ranks(2, of_every_way, tmp_path_factory.mktemp("ranks"), parameters, x, y)
+    return gradients(None, 0, parameters, x, y), ranks
 
 
-def compare(right: dict[str, Tensor], ranks: list[dict[str, Tensor]]) -> None:
+def compare(expected: dict[str, Tensor], ranks: list[dict[str, Tensor]]) -> None:
     for rank, got in enumerate(ranks):
         for name, gradient in got.items():
-            wanted = right[name].chunk(2)[rank] if ".experts." in name else right[name]
+            wanted = expected[name].chunk(2)[rank] if ".experts." in name else expected[name]
             torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_the_gradients_of_two_ranks_are_those_of_one(on_one_and_two):
-    right, ranks = on_one_and_two
-    compare(right, [ways[0] for ways in ranks])
+    expected, ranks = on_one_and_two
+    compare(expected, [ways[0] for ways in ranks])
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_average_is_found(mistake, on_one_and_two):
-    right, ranks = on_one_and_two
+    expected, ranks = on_one_and_two
     with pytest.raises(AssertionError, match="not close"):
-        compare(right, [ways[1 + MISTAKES.index(mistake)] for ways in ranks])
+        compare(expected, [ways[1 + MISTAKES.index(mistake)] for ways in ranks])

@@ -22,9 +22,9 @@ def config(**router) -> LayerConfig:
     return LayerConfig(router=RouterConfig(**settings), dispatcher="alltoall")
 
 
-def layer(how: LayerConfig | None = None, seed: int = 0, **options) -> MoELayer:
+def layer(layer_config: LayerConfig | None = None, seed: int = 0, **options) -> MoELayer:
     torch.manual_seed(seed)
-    module = MoELayer(how or config(), HIDDEN, WIDTH, init_std=0.5, **options)
+    module = MoELayer(layer_config or config(), HIDDEN, WIDTH, init_std=0.5, **options)
     for name, x in module.named_parameters():
         if name.endswith("bias"):
             assert not x.any()
@@ -33,13 +33,13 @@ def layer(how: LayerConfig | None = None, seed: int = 0, **options) -> MoELayer:
 
 
 def test_noise_that_is_not_given_is_that_of_the_jitter():
-    how = replace(config(), jitter_eps=0.25)
-    module, x = layer(how), normal(7, HIDDEN)
+    layer_config = replace(config(), jitter_eps=0.25)
+    module, x = layer(layer_config), normal(7, HIDDEN)
     torch.manual_seed(5)
-    seen = moe_fast.jitter(x, eps=0.25)
+    jittered = moe_fast.jitter(x, eps=0.25)
     torch.manual_seed(5)
-    drawn = moe_fast.moe_layer(x, module.layer_parameters, how, state=moe_ref.new_state(how.router))
-    assert_close(drawn.logits, moe_fast.gate(seen, module.router.weight))
+    drawn = moe_fast.moe_layer(x, module.layer_parameters, layer_config, state=moe_ref.new_state(layer_config.router))
+    assert_close(drawn.logits, moe_fast.gate(jittered, module.router.weight))
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def test_noise_that_is_not_given_is_that_of_the_jitter():
 def test_no_stage_of_one_rank_waits_for_the_device(router, monkeypatch):
     module, x = layer(config(expert_bias=True, **router), **EVERYTHING), normal(7, HIDDEN).requires_grad_()
     mask = torch.arange(7) > 4
-    seen = record_reads(monkeypatch)
+    reads = record_reads(monkeypatch)
     module(x).sum().backward()
     module(x, mask).sum().backward()
-    assert seen == []
+    assert reads == []
     moe_fast.permute(x, torch.ones(7, EXPERTS, dtype=torch.bool))  # its number of rows is not given
-    assert len(seen) == 1
+    assert len(reads) == 1
 
 
 @pytest.mark.parametrize("recompute", [None, "moe"])
@@ -66,9 +66,9 @@ def test_padding_has_the_shared_output_alone_and_the_mask_has_the_inputs_shape(r
     out = module(x.reshape(3, 2, HIDDEN), mask).reshape(6, HIDDEN)
     options = {"batch_size": 2, "padding_mask": [mask.reshape(-1)]}
     states = [moe_ref.new_state(module.config.router)]
-    right = moe_ref.moe_layer([x], [module.layer_parameters], module.config, states=states, **options)
-    assert_close(out, right.output[0])
-    assert_close(out[mask.reshape(-1)], right.shared[0][mask.reshape(-1)])
+    expected = moe_ref.moe_layer([x], [module.layer_parameters], module.config, states=states, **options)
+    assert_close(out, expected.output[0])
+    assert_close(out[mask.reshape(-1)], expected.shared[0][mask.reshape(-1)])
     assert module.router.tokens_per_expert.sum() == 2 * 3
     with pytest.raises(ValueError, match="padding_mask is of shape"):
         module(x, mask)
@@ -82,8 +82,8 @@ def test_a_sequence_first_input_keeps_its_shape_and_an_empty_one_has_no_rows():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_layer_learns_a_linear_map(dtype):
-    how = config(aux_loss_coeff=1e-3, expert_bias=True)
-    module = layer(how, dtype=dtype, shared_width=4)
+    layer_config = config(aux_loss_coeff=1e-3, expert_bias=True)
+    module = layer(layer_config, dtype=dtype, shared_width=4)
     x, matrix = normal(24, HIDDEN, dtype=dtype), normal(HIDDEN, HIDDEN, seed=1, dtype=dtype) / HIDDEN**0.5
     optimizer, losses = torch.optim.Adam(module.parameters(), lr=0.02), []
     for _ in range(12):
@@ -128,8 +128,8 @@ def test_a_saved_layer_has_megatrons_names_and_loads_into_both_forms(packed):
     shapes |= {"experts.linear_fc1.bias": (2 * WIDTH,), "experts.linear_fc2.bias": (4,)}
     for name, shape in shapes.items():
         assert tuple(saved[name if packed else f"{name}0"].shape) == ((EXPERTS, *shape) if packed else shape)
-    for other in (True, False):
-        loaded = layer(config(expert_bias=True), seed=1, packed=other, **EVERYTHING)
+    for layout in (True, False):
+        loaded = layer(config(expert_bias=True), seed=1, packed=layout, **EVERYTHING)
         assert not torch.equal(loaded.experts.linear_fc1.weight, module.experts.linear_fc1.weight)
         loaded.load_state_dict(saved)
         assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True))
@@ -142,14 +142,10 @@ def test_a_missing_expert_is_named():
         layer().load_state_dict(saved)
 
 
-@pytest.mark.parametrize(
-    ("how", "x", "reason"),
-    [
-        (config(), torch.zeros(2, HIDDEN, dtype=torch.complex64), "dtype"),
-        (config(), torch.zeros(2, HIDDEN), None),
-    ],
-    ids=["complex", "supported"],
-)
-def test_what_has_no_kernel_is_declared(how, x, reason):
-    told = moe_fast.supports("moe_layer", x=x, parameters=layer().layer_parameters, config=how)
-    assert (reason in told) if reason else told is None
+@pytest.mark.parametrize(("layer_config", "x", "reason"), [
+    (config(), torch.zeros(2, HIDDEN, dtype=torch.complex64), "dtype"),
+    (config(), torch.zeros(2, HIDDEN), None),
+], ids=["complex", "supported"])  # fmt: skip
+def test_what_has_no_kernel_is_declared(layer_config, x, reason):
+    sentence = moe_fast.supports("moe_layer", x=x, parameters=layer().layer_parameters, config=layer_config)
+    assert (reason in sentence) if reason else sentence is None

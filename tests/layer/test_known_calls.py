@@ -42,18 +42,18 @@ OTHERS = {
 }
 
 
-def call(tokens=5, dtype=torch.float32, gradient=False, config=CONFIG, parameters=PARAMETERS, **more):
+def call(tokens=5, dtype=torch.float32, gradient=False, config=CONFIG, parameters=PARAMETERS, **settings):
     x = normal(tokens, 8).to(dtype).requires_grad_(gradient)
     parameters = LayerParameters(*(None if p is None else p.to(dtype) for p in parameters))
-    return moe_fast.moe_layer(x, parameters, config, state=new_state(ROUTER), **more).output
+    return moe_fast.moe_layer(x, parameters, config, state=new_state(ROUTER), **settings).output
 
 
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_a_call_is_checked_once_and_any_other_anew(other, checks):
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
+def test_a_call_is_checked_once_and_any_other_anew(changes, checks):
     first = call()
     assert checks == ["check_layer", "check_permute"]
     assert torch.equal(call(), first) and len(checks) == 2
-    call(**other)
+    call(**changes)
     assert checks == ["check_layer", "check_permute"] * 2
 
 

@@ -24,7 +24,7 @@ pytestmark = interpreted
 def cases() -> list[Case]:
     """The gate's whose ranks use HybridEP, once each."""
     scope = scope_of("moe_layer", Space())
-    return [scope.case(of_world(one)) for one in WORLDS if one["dispatcher"] == "hybridep"]
+    return [scope.case(of_world(world)) for world in WORLDS if world["dispatcher"] == "hybridep"]
 
 
 def early(case: Case) -> bool:
@@ -62,6 +62,6 @@ def test_some_cases_send_tokens_early_and_others_do_not():
     [("moe_fast.layer.over_shared_memory", "PASS"), ("tests.layer.test_over_shared_memory:WRONG", "FAIL")],
 )
 def test_the_layer_is_accepted_and_one_that_sends_other_tokens_is_not(namespace, sent_early):
-    found = statuses(namespace)
-    assert {status for sent, status in found if not sent} == {"PASS"}
-    assert {status for sent, status in found if sent} == {sent_early}
+    judged = statuses(namespace)
+    assert {status for is_early, status in judged if not is_early} == {"PASS"}
+    assert {status for is_early, status in judged if is_early} == {sent_early}

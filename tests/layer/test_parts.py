@@ -20,7 +20,7 @@ def layer(kind: type[MoELayer] = MoELayer, recipe: Recipe | None = None, **optio
 
 def trained(ours: MoELayer, in_parts: bool) -> list[Tensor]:
     """Outputs, gradients, losses and states of two steps."""
-    found = []
+    results = []
     for step in range(2):
         x = normal(3, 2, HIDDEN, seed=step).requires_grad_()
         mask = torch.tensor([[False, True], [False, False], [False, False]])
@@ -29,12 +29,12 @@ def trained(ours: MoELayer, in_parts: bool) -> list[Tensor]:
         if ours.delay_wgrad:
             ours.backward_dw()
         ours.finish_batch()
-        found += [y, x.grad, ours.losses.aux_loss]
-    return found + [p.grad for p in ours.parameters()] + list(ours.buffers())
+        results += [y, x.grad, ours.losses.aux_loss]
+    return results + [p.grad for p in ours.parameters()] + list(ours.buffers())
 
 
-def differ(one: list[Tensor], other: list[Tensor]) -> bool:
-    return not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def differ(first: list[Tensor], second: list[Tensor]) -> bool:
+    return not all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 CASES = [{}, EVERYTHING, {"delay_wgrad": True}, {"recipe": Recipe("delayed", amax_history_len=2)}]
@@ -69,6 +69,6 @@ def test_parts_that_are_not_the_whole_are_found(kind):
 
 def test_a_layer_that_runs_again_as_a_whole_has_no_parts():
     ours, x = layer(recompute="moe"), normal(2, HIDDEN)
-    for part in (lambda: ours.route(x), lambda: ours.run_experts(x, layer().route(x))):
+    for call in (lambda: ours.route(x), lambda: ours.run_experts(x, layer().route(x))):
         with pytest.raises(ValueError, match="recompute is 'moe'; it must be another for a layer that runs"):
-            part()
+            call()

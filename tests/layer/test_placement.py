@@ -34,7 +34,7 @@ def test_no_partial_sum_is_left_but_those_for_the_caller(key):
 @each("reduce")
 def test_a_sum_that_no_rank_adds_is_found(key, step):
     plan = PLANS[key]
-    without = tuple(replace(one, rule="add", letters="", axes=()) if one is step else one for one in plan.steps)
+    without = tuple(replace(x, rule="add", letters="", axes=()) if x is step else x for x in plan.steps)
     with pytest.raises(PlacementError, match=r"partial sum|placed differently"):
         replace(plan, steps=without).places()
 
@@ -42,16 +42,16 @@ def test_a_sum_that_no_rank_adds_is_found(key, step):
 @each("reduce")
 def test_a_sum_that_is_added_twice_is_found(key, step):
     plan = PLANS[key]
-    again = Step(step.out, (step.out,), "reduce", step.letters, step.axes)
+    second_sum = Step(step.out, (step.out,), "reduce", step.letters, step.axes)
     at = plan.steps.index(step) + 1
     with pytest.raises(PlacementError, match="which is no partial sum there"):
-        replace(plan, steps=(*plan.steps[:at], again, *plan.steps[at:])).places()
+        replace(plan, steps=(*plan.steps[:at], second_sum, *plan.steps[at:])).places()
 
 
 @each("move")
 def test_rows_that_stay_where_they_are_do_not_fit(key, step):
     plan = PLANS[key]
-    still = tuple(replace(one, axes=()) if one is step else one for one in plan.steps)
+    still = tuple(replace(x, axes=()) if x is step else x for x in plan.steps)
     with pytest.raises(PlacementError):
         replace(plan, steps=still).places()
 
@@ -76,33 +76,33 @@ def test_the_references_tensors_are_where_its_plan_says(dispatcher):
     generator = torch.Generator().manual_seed(1)
     sizes = {"router_weight": (4, 3), "fc1_weight": (4, 4, 2), "fc2_weight": (4, 2, 2), "latent_down": (2, 3),
              "latent_up": (3, 2), "shared_fc1_weight": (4, 3), "shared_fc2_weight": (3, 2)}  # fmt: skip
-    whole = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in sizes.items()}
+    parameters = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in sizes.items()}
     x, d_output = torch.randn((2, 6, 3), generator=generator, dtype=torch.float64)
     places = PLANS[dispatcher, EP].places()
 
     def cut(name: str, y: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-        parts = y.chunk(ranks) if places[name]["ep"] in ("T", "E") else [y] * ranks
-        return [part.clone().requires_grad_() for part in parts]
+        shards = y.chunk(ranks) if places[name]["ep"] in ("T", "E") else [y] * ranks
+        return [shard.clone().requires_grad_() for shard in shards]
 
     def gradients(ranks: int) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
-        given = {name: cut(name, y, ranks) for name, y in ({"x": x} | whole).items()}
+        inputs = {name: cut(name, y, ranks) for name, y in ({"x": x} | parameters).items()}
         config = LayerConfig(
             router=RouterConfig(num_experts=4, topk=2, score_function="sigmoid"), dispatcher=dispatcher
         )
-        weights = [LayerParameters(**{name: given[name][rank] for name in whole}) for rank in range(ranks)]
+        weights = [LayerParameters(**{name: inputs[name][rank] for name in parameters}) for rank in range(ranks)]
         states = [moe_ref.new_state(config.router)] * ranks
-        out = moe_ref.moe_layer(given["x"], weights, config, states=states).output
+        out = moe_ref.moe_layer(inputs["x"], weights, config, states=states).output
         torch.autograd.backward(out, list(d_output.chunk(ranks)))
-        return out, {f"d_{name}": [y.grad for y in parts] for name, parts in given.items()}
+        return out, {f"d_{name}": [y.grad for y in shards] for name, shards in inputs.items()}
 
-    (right_out, right), (out, found) = gradients(1), gradients(2)
+    (right_out, of_one), (out, of_two) = gradients(1), gradients(2)
     assert_close(torch.cat(out), right_out[0])
-    for name, parts in found.items():
+    for name, shards in of_two.items():
         if places[name]["ep"] != PARTIAL:
-            assert_close(torch.cat(parts), right[name][0])
+            assert_close(torch.cat(shards), of_one[name][0])
             continue
-        assert_close(sum(parts), right[name][0])
-        assert not any(torch.allclose(part, right[name][0]) for part in parts)
+        assert_close(sum(shards), of_one[name][0])
+        assert not any(torch.allclose(shard, of_one[name][0]) for shard in shards)
 
 
 def test_the_page_is_what_the_plans_give_today():

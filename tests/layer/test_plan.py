@@ -23,17 +23,19 @@ def map_of(tokens: int, experts: int, share: float) -> torch.Tensor:
     return drawn < share * torch.linspace(0, 2, experts)
 
 
-def differences(routing_map: torch.Tensor, num_rows: int, align: int | None, tile_rows: int, other: int) -> list[str]:
+def differences(
+    routing_map: torch.Tensor, num_rows: int, align: int | None, tile_rows: int, product_rows: int
+) -> list[str]:
     """The tensors of the plan of `tile_rows` that differ from the products' plan of `other`."""
     tokens = normal(len(routing_map), 2)
     permuted, tiles = permute_in_tiles(tokens, routing_map, align=align, num_rows=num_rows, tile_rows=tile_rows)
-    right = make_plan(permuted.tokens_per_expert, num_rows, replace(TILE, rows=other))
-    used = int(right.total_2[0])
+    expected = make_plan(permuted.tokens_per_expert, num_rows, replace(TILE, rows=product_rows))
+    used = int(expected.total_2[0])
     pairs = {
-        "tiles": (tiles.tile_4C[:, :used], right.tile_4C[:, :used]),
-        "segments": (tiles.segment_4L[:3], right.segment_3L),
+        "tiles": (tiles.tile_4C[:, :used], expected.tile_4C[:, :used]),
+        "segments": (tiles.segment_4L[:3], expected.segment_3L),
         "counts": (tiles.segment_4L[3], permuted.tokens_per_expert),
-        "totals": (tiles.total_2, right.total_2),
+        "totals": (tiles.total_2, expected.total_2),
     }
     return [name for name, pair in pairs.items() if not torch.equal(*pair)]
 
@@ -61,19 +63,19 @@ def test_permute_cuts_the_tiles_of_the_products(tokens, experts, share, num_rows
 def test_a_layer_makes_no_other_plan_and_has_the_same_bits(recipe, training, monkeypatch):
     """The twin: a layer whose permute makes none."""
     router = RouterConfig(num_experts=4, topk=2)
-    how = LayerConfig(router=router, recipe=recipe)
+    layer_config = LayerConfig(router=router, recipe=recipe)
     weights = [normal(4, 64, seed=1), normal(4, 64, 64, seed=2), normal(4, 64, 32, seed=3)]
     x, *weights = (y.bfloat16().requires_grad_(training) for y in (normal(40, 64), *weights))
-    made, make = [], segments._make_plan
-    monkeypatch.setattr(segments, "_make_plan", lambda *of: made.append(of) or make(*of))
+    plans, make = [], segments._make_plan
+    monkeypatch.setattr(segments, "_make_plan", lambda *of: plans.append(of) or make(*of))
 
     def results() -> list[torch.Tensor]:
-        out = moe_fast.moe_layer(x, LayerParameters(*weights), how, state=new_state(router)).output
+        out = moe_fast.moe_layer(x, LayerParameters(*weights), layer_config, state=new_state(router)).output
         grads = torch.autograd.grad(out, [x, *weights], torch.ones_like(out)) if training else []
         return [out.detach(), *grads]
 
     first = results()
-    assert made == []
+    assert plans == []
     monkeypatch.setattr("moe_fast.layer.layer.first_tile", lambda *_: None)
     assert all(torch.equal(a, b) for a, b in zip(results(), first, strict=True))
-    assert len(made) == 1
+    assert len(plans) == 1

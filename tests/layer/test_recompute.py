@@ -65,15 +65,15 @@ def test_no_bit_changes(recompute, options):
 
 def jittered_runs_agree() -> None:
     for recompute in ("moe_act", "moe"):
-        plain, again = (trained(layer(how, jitter_eps=0.25)) for how in (None, recompute))
-        assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+        saved_run, recomputed = (trained(layer(recompute_of, jitter_eps=0.25)) for recompute_of in (None, recompute))
+        assert all(torch.equal(a, b) for a, b in zip(saved_run, recomputed, strict=True))
 
 
 def test_the_second_forward_draws_the_noise_of_the_first(monkeypatch):
     jittered_runs_agree()
     assert not torch.equal(trained(layer(None, jitter_eps=0.25))[0], trained(layer(None))[0])
-    right = module.run_again
-    monkeypatch.setattr(module, "run_again", lambda run, *inputs, random: right(run, *inputs))
+    original = module.run_again
+    monkeypatch.setattr(module, "run_again", lambda run, *inputs, random: original(run, *inputs))
     with pytest.raises(AssertionError):
         jittered_runs_agree()
 
@@ -84,18 +84,18 @@ def of_ranks(group: Any, rank: int) -> int:
     What "moe_act" recomputes is after the dispatch: one dispatcher is enough for it. Only deepep's
     rows are of a permutation on their rank.
     """
-    right = 0
+    agreeing = 0
     for dispatcher in DISPATCHERS:
-        again = ["moe", *{DISPATCHERS[0]: ["moe_act"], "deepep": ["permute"]}.get(dispatcher, [])]
+        ways = ["moe", *{DISPATCHERS[0]: ["moe_act"], "deepep": ["permute"]}.get(dispatcher, [])]
         if dispatcher == DISPATCHERS[0]:
             with pytest.raises(ValueError, match="recompute is 'permute'"):
                 trained(layer("permute", None, dispatcher, rank, group=group), 4 * rank)
-        plain, *others = (
+        saved_run, *recomputed = (
             trained(layer(recompute, None, dispatcher, rank, group=group, shared_width=4), 4 * rank)
-            for recompute in (None, *again)
+            for recompute in (None, *ways)
         )
-        right += all(torch.equal(a, b) for other in others for a, b in zip(plain, other, strict=True))
-    return right
+        agreeing += all(torch.equal(a, b) for run in recomputed for a, b in zip(saved_run, run, strict=True))
+    return agreeing
 
 
 def test_no_bit_changes_over_ranks(tmp_path):
@@ -136,9 +136,9 @@ def test_the_second_forward_sees_the_bias_of_the_first():
 
 
 def test_no_random_number_is_drawn_and_evaluation_leaves_no_trace():
-    module, before = layer("moe"), torch.get_rng_state()
+    module, random_state = layer("moe"), torch.get_rng_state()
     module(normal(7, HIDDEN)).sum().backward()
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), random_state)
     module = layer("moe").eval()
     module(normal(7, HIDDEN)).sum().backward()
     with torch.no_grad():
@@ -153,8 +153,8 @@ def kept(measure: Callable[..., int], recompute: str | None, **options) -> int:
     """Bytes besides the input, the parameters and the state."""
     module, x = layer(recompute, **options), normal(TOKENS, HIDDEN).requires_grad_()
     module(x)  # the first call fills caches
-    given = [x, *module.parameters(), *module.buffers()]
-    return measure(partial(module, x), given)
+    inputs = [x, *module.parameters(), *module.buffers()]
+    return measure(partial(module, x), inputs)
 
 
 def launch() -> None:
@@ -174,11 +174,13 @@ def keeps_no_activation() -> None:
 ROW_BYTES, NARROW = ROWS * HIDDEN * 4, {"latent": 4}
 
 
-def keeps_tokens_not_rows(how: str | tuple[str, ...], **options: Any) -> None:
+def keeps_tokens_not_rows(recompute: str | tuple[str, ...], **options: Any) -> None:
     """The rows are not kept, nor with a recipe their codes; a projected token is kept instead."""
     rows = ROWS * HIDDEN if options.get("recipe") else ROW_BYTES
     rows = (ROWS - TOKENS) * 4 * options["latent"] if "latent" in options else rows
-    assert kept(alive, how, **options) <= kept(alive, None, **options) - rows - (how != "permute") * ACTIVATION
+    assert (
+        kept(alive, recompute, **options) <= kept(alive, None, **options) - rows - (recompute != "permute") * ACTIVATION
+    )
 
 
 def keeps_nothing(**options) -> None:
@@ -195,8 +197,8 @@ def test_less_is_kept(recipe):
 
 
 def test_no_row_is_kept_that_is_permuted_again():
-    for how, options in ((PERMUTED[0], {"recipe": Recipe("current")}), (PERMUTED[1], {}), (PERMUTED[0], NARROW)):
-        keeps_tokens_not_rows(how, **options)
+    for recompute, options in ((PERMUTED[0], {"recipe": Recipe("current")}), (PERMUTED[1], {}), (PERMUTED[0], NARROW)):
+        keeps_tokens_not_rows(recompute, **options)
 
 
 def test_an_activation_that_a_hook_keeps_is_found(monkeypatch):
@@ -210,8 +212,8 @@ def test_an_activation_that_a_hook_keeps_is_found(monkeypatch):
 
 def test_codes_of_rows_that_are_kept_are_found(monkeypatch):
     """A product that is not told that its rows come again keeps their codes."""
-    right = mlp.linear_of
-    monkeypatch.setattr(mlp, "linear_of", lambda *x, rows_again=False, **more: right(*x, **more))
+    original = mlp.linear_of
+    monkeypatch.setattr(mlp, "linear_of", lambda *x, rows_again=False, **settings: original(*x, **settings))
     with pytest.raises(AssertionError):
         keeps_tokens_not_rows("permute", recipe=Recipe("current"))
 
@@ -229,16 +231,18 @@ def test_tokens_that_have_changed_are_not_permuted_again():
 
 
 def test_an_activation_that_the_graph_keeps_is_found(monkeypatch):
-    right = mlp._experts
-    monkeypatch.setattr(mlp, "_experts", lambda *inputs, recompute, **rest: right(*inputs, recompute=False, **rest))
+    original = mlp._experts
+    monkeypatch.setattr(
+        mlp, "_experts", lambda *inputs, recompute, **settings: original(*inputs, recompute=False, **settings)
+    )
     with pytest.raises(AssertionError):
         keeps_no_activation()
 
 
 def test_a_row_map_that_a_node_keeps_is_found(monkeypatch):
     """An attribute of a node outlives its checkpoint, and no hook sees it."""
-    nodes, right = [], RowMap.parts
-    monkeypatch.setattr(RowMap, "parts", lambda self: nodes.append(self) or right(self))
+    nodes, original = [], RowMap.parts
+    monkeypatch.setattr(RowMap, "parts", lambda self: nodes.append(self) or original(self))
     assert kept(saved_bytes, "moe") == 0
     with pytest.raises(AssertionError):
         keeps_nothing()

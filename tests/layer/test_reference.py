@@ -1,6 +1,11 @@
-"""The layer against a computation without permutation: matrix products per token and expert."""
+"""The layer of the reference: its stages' results, its jitter, a recipe, and Megatron's options.
+
+`evidence.formulations.layer` computes the layer token by token, for the cases of tests/evidence;
+test_tutorial.py compares it with plain loops.
+"""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,16 +24,13 @@ from moe_ref.config import (
     quantization_alignment,
     split_experts,
 )
+from tests.common.fast import normal
 
 HIDDEN, LATENT, WIDTH, EXPERTS = 6, 4, 3, 4
-TOKENS = (5, 0, 3, 2)  # of each rank
+random = partial(normal, dtype=torch.float64)
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def parameters(latent: bool = True, shared: bool = True, biases: bool = False) -> LayerParameters:
+def parameters(latent: bool = True, shared: bool = True) -> LayerParameters:
     width = LATENT if latent else HIDDEN
     tensors = {
         "router_weight": random(EXPERTS, HIDDEN, seed=1),
@@ -41,32 +43,7 @@ def parameters(latent: bool = True, shared: bool = True, biases: bool = False) -
     if shared:
         tensors |= {"shared_fc1_weight": random(4, HIDDEN, seed=7), "shared_fc2_weight": random(HIDDEN, 2, seed=8)}
         tensors |= {"shared_gate_weight": random(1, HIDDEN, seed=9)}
-    if biases:
-        tensors |= {"fc1_bias": random(EXPERTS, 2 * WIDTH, seed=12), "fc2_bias": random(EXPERTS, width, seed=13)}
     return LayerParameters(**{name: x.requires_grad_() for name, x in tensors.items()})
-
-
-def swiglu(x: Tensor, fc1: Tensor, fc2: Tensor, b1: Tensor | float = 0.0, b2: Tensor | float = 0.0) -> Tensor:
-    gate, value = (fc1 @ x + b1).chunk(2)
-    return fc2 @ (gate * gate.sigmoid() * value) + b2
-
-
-def dense(x: Tensor, p: LayerParameters, topk: int) -> Tensor:
-    """Σ_e p[t, e] · mlp_e(x[t]) + shared(x[t]), token by token, with sigmoid scores."""
-    rows = []
-    for x_H in x:
-        score = (p.router_weight @ x_H + p.router_bias).sigmoid()
-        chosen = score.argsort(descending=True)[:topk].tolist()
-        total = sum(score[e] for e in chosen)
-        inner = x_H if p.latent_down is None else p.latent_down @ x_H
-        biases = [] if p.fc1_bias is None else [p.fc1_bias, p.fc2_bias]
-        of_experts = [p.fc1_weight, p.fc2_weight, *biases]
-        y = sum(score[e] / total * swiglu(inner, *(x[e] for x in of_experts)) for e in chosen)
-        y = y if p.latent_up is None else p.latent_up @ y
-        if p.shared_fc1_weight is not None:
-            y = y + swiglu(x_H, p.shared_fc1_weight, p.shared_fc2_weight) * (p.shared_gate_weight[0] @ x_H).sigmoid()
-        rows.append(y)
-    return torch.stack(rows)
 
 
 def config(dispatcher: str = "alltoall", **router) -> LayerConfig:
@@ -74,26 +51,9 @@ def config(dispatcher: str = "alltoall", **router) -> LayerConfig:
     return LayerConfig(router=RouterConfig(**settings), dispatcher=dispatcher)
 
 
-def run(x: Tensor, counts: tuple[int, ...], p: LayerParameters, how: LayerConfig, **settings):
-    states = [moe_ref.new_state(how.router) for _ in counts]
-    return moe_ref.moe_layer(x.split(counts), split_experts(p, len(counts)), how, states=states, **settings)
-
-
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-@pytest.mark.parametrize(
-    ("counts", "latent", "shared"), [((10,), False, True), ((7, 3), True, False), (TOKENS, True, True)], ids=str
-)
-def test_a_layer_is_the_dense_computation_forward_and_backward(dispatcher, counts, latent, shared):
-    p = parameters(latent, shared, biases=latent)
-    x = random(10, HIDDEN, seed=10).requires_grad_()
-    out = torch.cat(list(run(x, counts, p, config(dispatcher)).output))
-    right = dense(x, p, topk=2)
-    assert_close(out, right)
-    leaves = [x, *(tensor for tensor in p if tensor is not None)]
-    cotangent = random(10, HIDDEN, seed=11)
-    for got, wanted in zip(*(torch.autograd.grad(y, leaves, cotangent) for y in (out, right)), strict=True):
-        assert_close(got, wanted)
-        assert wanted.any()
+def run(x: Tensor, counts: tuple[int, ...], p: LayerParameters, layer_config: LayerConfig, **settings):
+    states = [moe_ref.new_state(layer_config.router) for _ in counts]
+    return moe_ref.moe_layer(x.split(counts), split_experts(p, len(counts)), layer_config, states=states, **settings)
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
@@ -102,8 +62,8 @@ def test_every_intermediate_is_that_of_its_stage(dispatcher):
     out = run(x, (7, 3), p, config(dispatcher))
     assert_close(torch.cat(out.logits), moe_ref.gate(x, p.router_weight, bias=p.router_bias))
     routed = moe_ref.topk_routing(torch.cat(out.logits), topk=2, score_function="sigmoid")
-    assert torch.equal(torch.cat([one.routing_map for one in out.routed]), routed.routing_map)
-    counts = [part.tokens_per_expert for part in out.dispatched]
+    assert torch.equal(torch.cat([routed_rank.routing_map for routed_rank in out.routed]), routed.routing_map)
+    counts = [dispatched.tokens_per_expert for dispatched in out.dispatched]
     assert torch.equal(torch.cat(counts), routed.routing_map.sum(0))
     assert [len(rows) for rows in out.expert_rows] == [int(count.sum()) for count in counts]
     shared = moe_ref.shared_experts(x, p.shared_fc1_weight, p.shared_fc2_weight, gate_weight=p.shared_gate_weight)
@@ -112,90 +72,38 @@ def test_every_intermediate_is_that_of_its_stage(dispatcher):
     assert_close(torch.cat(out.output), up + shared)
 
 
-def test_all_dispatchers_give_the_same_output_and_each_rank_its_own_tokens():
-    p, x = parameters(), random(10, HIDDEN, seed=10)
-    outputs = [run(x, TOKENS, p, config(dispatcher)).output for dispatcher in DISPATCHERS]
-    assert all([len(part) for part in output] == list(TOKENS) for output in outputs)
-    for output in outputs[1:]:
-        assert_close(torch.cat(output), torch.cat(outputs[0]))
-
-
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-def test_tokens_over_the_capacity_are_dropped_and_padding_adds_nothing(dispatcher):
-    p, x = parameters(shared=False), random(10, HIDDEN, seed=10)
-    how = config(dispatcher, topk=1, capacity_factor=0.4, pad_to_capacity=True)
-    out = run(x, (10,), p, how)
-    kept = out.routed[0].routing_map & (out.routed[0].probs != 0)
-    assert out.dispatched[0].tokens_per_expert.tolist() == [1] * EXPERTS and 0 < kept.sum() <= EXPERTS
-    idle = ~kept.any(1)
-    assert idle.any() and not out.output[0][idle].any()
-    chosen = moe_ref.topk_routing(out.logits[0], topk=1, score_function="sigmoid").probs
-    scale = chosen.sum(1)[~idle]
-    assert_close(out.output[0][~idle], dense(x, p, topk=1)[~idle] * scale[:, None])
-
-
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-def test_padding_changes_nothing_of_other_tokens_and_has_the_shared_output(dispatcher):
-    p, x = parameters(), random(10, HIDDEN, seed=10)
-    how = config(dispatcher, expert_bias=True, aux_loss_coeff=0.5, z_loss_coeff=0.5)
-    mask = torch.arange(10) % 3 == 1
-    out = run(x, (10,), p, how, padding_mask=[mask])
-    alone = run(x[~mask], (7,), p, how)
-    assert_close(out.output[0][~mask], alone.output[0])
-    assert_close(out.output[0][mask], out.shared[0][mask])
-    assert torch.equal(out.dispatched[0].tokens_per_expert, alone.dispatched[0].tokens_per_expert)
-    assert torch.equal(out.routed[0].state.tokens_per_expert, alone.routed[0].state.tokens_per_expert)
-    for name in ("aux_loss", "z_loss"):
-        assert_close(getattr(out.routed[0].losses, name), getattr(alone.routed[0].losses, name))
-    shares = run(x, TOKENS, p, how, padding_mask=mask.split(TOKENS))
-    assert_close(torch.cat(shares.output), out.output[0])
-
-
 def test_a_mask_of_other_tokens_or_ranks_is_refused():
     for mask in ([torch.zeros(3, dtype=torch.bool)], [torch.zeros(4, dtype=torch.bool)] * 2):
         with pytest.raises(ValueError, match="padding_mask is"):
             run(random(4, HIDDEN), (4,), parameters(), config(), padding_mask=mask)
 
 
-def test_the_global_loss_counts_the_tokens_of_all_ranks_and_evaluation_leaves_no_trace():
-    p, x = parameters(), random(10, HIDDEN, seed=10)
-    how = config(global_aux_loss_coeff=0.5, expert_bias=True)
-    alone, shares = (run(x, counts, p, how).routed for counts in ((10,), (5, 5)))
-    losses = [out.losses.global_aux_loss for out in shares]
-    assert_close(sum(losses), alone[0].losses.global_aux_loss)
-    assert shares[0].state.global_tokens_per_expert.sum() == 20
-    with torch.no_grad():
-        quiet = run(x, (5, 5), p, how).routed
-    for out in (*quiet, *run(x, (5, 5), p, how, training=False).routed):
-        assert out.losses.global_aux_loss is None and not out.state.tokens_per_expert.any()
-
-
 def test_a_recipe_quantises_the_experts_products_and_nothing_else():
     p, x = parameters(latent=False, shared=False), random(10, HIDDEN, seed=10)
     fine, coarse = config(), LayerConfig(router=config().router, recipe=Recipe("current"), align=16)
-    right, low = (run(x, (7, 3), p, how) for how in (fine, coarse))
-    assert torch.equal(torch.cat(right.logits), torch.cat(low.logits))
-    assert all(torch.equal(a.rows, b.rows) for a, b in zip(right.dispatched, low.dispatched, strict=True))
-    ratio = (torch.cat(low.output) - torch.cat(right.output)).norm() / torch.cat(right.output).norm()
+    exact, low = (run(x, (7, 3), p, setup) for setup in (fine, coarse))
+    assert torch.equal(torch.cat(exact.logits), torch.cat(low.logits))
+    assert all(torch.equal(a.rows, b.rows) for a, b in zip(exact.dispatched, low.dispatched, strict=True))
+    ratio = (torch.cat(low.output) - torch.cat(exact.output)).norm() / torch.cat(exact.output).norm()
     assert 1e-4 < ratio < 0.2
 
 
 def test_the_router_alone_sees_the_jitter_whose_noise_is_given_or_drawn():
     p, x = parameters(latent=False, shared=False), random(10, HIDDEN, seed=10)
-    how = LayerConfig(router=config().router, jitter_eps=0.25)
+    options_of_layer = LayerConfig(router=config().router, jitter_eps=0.25)
     torch.manual_seed(3)
-    drawn = run(x, (10,), p, how)
+    drawn = run(x, (10,), p, options_of_layer)
     torch.manual_seed(3)
     noise = torch.rand_like(x)
-    given = run(x, (10,), p, how, noise=[noise])
-    assert_close(given.logits[0], drawn.logits[0])
-    assert_close(given.logits[0], moe_ref.gate(x * (0.75 + 0.5 * noise), p.router_weight, bias=p.router_bias))
-    routing_map = given.routed[0].routing_map
-    assert torch.equal(given.dispatched[0].rows, moe_ref.permute(x, routing_map).rows)
+    repeated = run(x, (10,), p, options_of_layer, noise=[noise])
+    assert_close(repeated.logits[0], drawn.logits[0])
+    assert_close(repeated.logits[0], moe_ref.gate(x * (0.75 + 0.5 * noise), p.router_weight, bias=p.router_bias))
+    routing_map = repeated.routed[0].routing_map
+    assert torch.equal(repeated.dispatched[0].rows, moe_ref.permute(x, routing_map).rows)
     with pytest.raises(ValueError, match="noise is of shape"):
         run(x, (10,), p, config(), noise=[noise])
     with pytest.raises(ValueError, match="noise is of shape"):
-        run(x, (10,), p, how, noise=[noise[1:]])
+        run(x, (10,), p, options_of_layer, noise=[noise[1:]])
 
 
 MEGATRON = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": WIDTH, "add_bias_linear": False}
@@ -238,14 +146,18 @@ def test_rows_are_padded_once_whichever_stage_the_options_give_it_to(padding):
         "dispatcher": {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
     }[padding]
     recipe = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "moe_router_dtype": "fp32"}
-    how = layer_config(MoEConfig(**MEGATRON, **recipe, **options))
-    assert how.align == 32
+    options_of_layer = layer_config(MoEConfig(**MEGATRON, **recipe, **options))
+    assert options_of_layer.align == 32
     router, *both = (random(*shape, seed=len(shape)) for shape in ((EXPERTS, 32), *((EXPERTS, 32, 32),) * 2))
     weights = LayerParameters(router, *both)
-    out = run(random(3, 32), (3,), weights, how)
-    assert int(out.dispatched[0].tokens_per_expert.sum()) == len(out.dispatched[0].rows) == 3 * how.router.topk
+    out = run(random(3, 32), (3,), weights, options_of_layer)
+    assert (
+        int(out.dispatched[0].tokens_per_expert.sum())
+        == len(out.dispatched[0].rows)
+        == 3 * options_of_layer.router.topk
+    )
     with pytest.raises(ValueError, match="multiples of 32"):
-        run(random(3, 32), (3,), weights, replace(how, align=None))
+        run(random(3, 32), (3,), weights, replace(options_of_layer, align=None))
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,13 @@ LEAVES = ("x", "router.weight", "experts.linear_fc1.weight", "experts.linear_fc2
 
 
 def results(
-    recompute: Any = None, seen: bool = False, grads: bool = True, expanded: bool = False,
+    recompute: Any = None, rows_in_loss: bool = False, grads: bool = True, expanded: bool = False,
     wanted: tuple[str, ...] = LEAVES, **options: Any,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Output, and the gradients of input and parameters; `seen`: the loss also reads the experts'
-    rows."""
+    """The output, and the gradients of the input and the parameters.
+
+    With `rows_in_loss` the loss also reads the experts' rows.
+    """
     router = RouterConfig(num_experts=EXPERTS, topk=TOPK)
     config = LayerConfig(router=router, **({"recipe": BLOCK} | options))
     torch.manual_seed(0)
@@ -50,7 +52,7 @@ def results(
     if not grads:
         return [out.output]
     loss = out.output.float().sum() if expanded else (out.output * normal(TOKENS, HIDDEN, seed=2)).sum()
-    loss = loss + (out.expert_rows.float() ** 2).sum() if seen else loss
+    loss = loss + (out.expert_rows.float() ** 2).sum() if rows_in_loss else loss
     loss.backward()
     assert all(leaf.grad is not None and leaf.grad.any() for name, leaf in leaves.items() if name in wanted)
     return [out.output, *(leaf.grad for leaf in leaves.values())]
@@ -59,8 +61,8 @@ def results(
 def agree(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
     """Both ways are taken, and have the same bits, also where no activation is written."""
     taken = []
-    right = layers.rows_of_tokens
-    monkeypatch.setattr(layers, "rows_of_tokens", lambda *a, **k: taken.append(a) or right(*a, **k))
+    original = layers.rows_of_tokens
+    monkeypatch.setattr(layers, "rows_of_tokens", lambda *a, **k: taken.append(a) or original(*a, **k))
     rows = results(**settings)
     assert not taken
     monkeypatch.setattr(token_rows, "can_gather", lambda tokens, recipe: True)
@@ -68,16 +70,18 @@ def agree(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
     tokens = results(**settings)
     assert taken
     assert alike(rows, tokens)
-    asked = as_on_a_hopper(monkeypatch)
+    forms = as_on_a_hopper(monkeypatch)
     assert alike(rows, results(**settings))
     trained = settings.get("grads", True) and not settings.get("fp8_input_store")
-    again = "moe_act" in str(settings.get("recompute"))
+    recomputed = "moe_act" in str(settings.get("recompute"))
     wants_weight = LEAVES[-1] in settings.get("wanted", LEAVES)
-    assert asked == ([(True, wants_weight and not again)] + [(False, True)] * (again and wants_weight)) * trained
+    assert (
+        forms == ([(True, wants_weight and not recomputed)] + [(False, True)] * (recomputed and wants_weight)) * trained
+    )
 
 
-def alike(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
-    return all(a is b is None or torch.equal(a, b) for a, b in zip(left, right, strict=True))
+def alike(first: list[Tensor | None], second: list[Tensor | None]) -> bool:
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -91,7 +95,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"num_rows": TOKENS, "kind": "squared_relu"},
     *({"wanted": (name,)} for name in LEAVES),
     {"wanted": LEAVES[:3], "recompute": "moe_act"},
-    {"wanted": LEAVES[2:], "recompute": ("permute", "moe_act"), "seen": True},
+    {"wanted": LEAVES[2:], "recompute": ("permute", "moe_act"), "rows_in_loss": True},
     {"recipe": None, "grads": False},
     {"recipe": None, "grads": False, "kind": "geglu", "clamp": 2.0, "num_rows": 2 * TOKENS * TOPK},
     {"recipe": None, "grads": False, "num_rows": TOKENS},
@@ -106,31 +110,33 @@ def test_no_bit_changes(settings, monkeypatch):
 @pytest.mark.parametrize("activation_written", [True, False])
 def test_a_layer_that_is_computed_again(activation_written, monkeypatch):
     monkeypatch.setattr(token_rows, "can_gather", lambda tokens, recipe: True)
-    asked = [] if activation_written else as_on_a_hopper(monkeypatch)
-    found = []
+    forms = [] if activation_written else as_on_a_hopper(monkeypatch)
+    gradients = []
     for recompute in (None, "moe", ("permute", "moe_act")):
         torch.manual_seed(0)
         config = LayerConfig(router=RouterConfig(num_experts=EXPERTS, topk=TOPK), recipe=BLOCK)
         layer = moe_fast.MoELayer(config, HIDDEN, WIDTH, init_std=0.5, recompute=recompute, dtype=torch.bfloat16)
         x = normal(TOKENS, HIDDEN, seed=1, dtype=torch.bfloat16).requires_grad_()
         layer(x).backward(normal(TOKENS, HIDDEN, seed=2, dtype=torch.bfloat16))
-        found.append([x.grad, *(p.grad for p in layer.parameters())])
-    assert all(g.any() for g in found[0])
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
-    assert activation_written or asked == [(True, True)] * 3 + [(True, False), (False, True)]
+        gradients.append([x.grad, *(p.grad for p in layer.parameters())])
+    assert all(g.any() for g in gradients[0])
+    assert all(torch.equal(a, b) for recomputed in gradients[1:] for a, b in zip(gradients[0], recomputed, strict=True))
+    assert activation_written or forms == [(True, True)] * 3 + [(True, False), (False, True)]
 
 
 def test_rows_of_other_tokens_are_found(monkeypatch):
-    monkeypatch.setattr(token_mlp, "move_to_rows", lambda tokens, *rest: move_to_rows(tokens.roll(1, 0), *rest))
+    monkeypatch.setattr(
+        token_mlp, "move_to_rows", lambda tokens, *arguments: move_to_rows(tokens.roll(1, 0), *arguments)
+    )
     with pytest.raises(AssertionError):
         agree(monkeypatch, recipe=None, grads=False)
 
 
 def test_a_gradient_of_other_tokens_is_found(monkeypatch):
-    right = token_linear.move_to_rows
+    original = token_linear.move_to_rows
 
-    def late(tokens: Tensor, *rest: Any) -> Any:
-        return right(tokens.roll(1, 0), *rest)
+    def late(tokens: Tensor, *arguments: Any) -> Any:
+        return original(tokens.roll(1, 0), *arguments)
 
     monkeypatch.setattr(token_linear, "move_to_rows", late)
     with pytest.raises(AssertionError):
@@ -148,8 +154,8 @@ def test_where_rows_are_written(options, monkeypatch):
     p = moe_fast.MoELayer(config, HIDDEN, WIDTH).layer_parameters
     tokens = normal(TOKENS, HIDDEN, seed=1)
     assert not token_rows.stay_tokens(tokens, PROBS, p, config, None)
-    plain = LayerConfig(router=config.router, recipe=BLOCK)
-    assert token_rows.stay_tokens(tokens, PROBS, p, plain, None)
-    assert not any(token_rows.stay_tokens(tokens, PROBS, p, plain, how) for how in ("moe", ("moe",)))
+    block_config = LayerConfig(router=config.router, recipe=BLOCK)
+    assert token_rows.stay_tokens(tokens, PROBS, p, block_config, None)
+    assert not any(token_rows.stay_tokens(tokens, PROBS, p, block_config, recompute) for recompute in ("moe", ("moe",)))
     monkeypatch.setattr(token_rows, "tracing", lambda: True)
-    assert not operators.tracing() and not token_rows.stay_tokens(tokens, PROBS, p, plain, None)
+    assert not operators.tracing() and not token_rows.stay_tokens(tokens, PROBS, p, block_config, None)

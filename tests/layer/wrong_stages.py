@@ -14,43 +14,43 @@ STAGES = ("gate", "route", "permute", "grouped_mlp", "unpermute", "shared_expert
 STATE = ("new_state", "finish_batch", "state_tensors", "state_from")
 
 
-def composed(**wrong: Callable[..., Any]) -> SimpleNamespace:
+def composed(**replacements: Callable[..., Any]) -> SimpleNamespace:
     """A layer of one process that calls its own stages; the named ones wrap the right ones."""
     stages = {name: getattr(RIGHT, name) for name in (*STAGES, *STATE)}
-    own = SimpleNamespace(**stages | {name: wrapped(stages[name], how) for name, how in wrong.items()})
+    layer = SimpleNamespace(**stages | {name: wrapped(stages[name], wrapper) for name, wrapper in replacements.items()})
 
     def moe_layer(x, parameters, config, *, state, training=True, batch_size=1, padding_mask=None, noise=None):
         p, settings = parameters, {"training": training, "batch_size": batch_size, "padding_mask": padding_mask}
-        logits = own.gate(x, p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype)
-        routed = without_padding(own.route(logits, config.router, state=state, **settings), padding_mask)
-        part = own.permute(x, routed.routing_map, probs=routed.probs)
-        weights = (part.tokens_per_expert, p.fc1_weight, p.fc2_weight)
-        rows = own.grouped_mlp(part.rows, *weights, probs=part.probs, **config.experts)
-        output = own.unpermute(rows, part.row_map)
+        logits = layer.gate(x, p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype)
+        routed = without_padding(layer.route(logits, config.router, state=state, **settings), padding_mask)
+        permuted = layer.permute(x, routed.routing_map, probs=routed.probs)
+        weights = (permuted.tokens_per_expert, p.fc1_weight, p.fc2_weight)
+        rows = layer.grouped_mlp(permuted.rows, *weights, probs=permuted.probs, **config.experts)
+        output = layer.unpermute(rows, permuted.row_map)
         if p.shared_fc1_weight is not None:
-            output = output + own.shared_experts(x, p.shared_fc1_weight, p.shared_fc2_weight, **config.shared_experts)
+            output = output + layer.shared_experts(x, p.shared_fc1_weight, p.shared_fc2_weight, **config.shared_experts)
         return SimpleNamespace(output=output, routed=routed)
 
-    own.moe_layer = moe_layer
-    return own
+    layer.moe_layer = moe_layer
+    return layer
 
 
-def wrapped(right: Callable[..., Any], how: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments, **settings: how(right, *arguments, **settings)
+def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments, **settings: wrapper(original, *arguments, **settings)
 
 
-def larger(right, *arguments, **settings):
+def larger(original, *arguments, **settings):
     """One result of the stage is an eighth too large."""
-    out = right(*arguments, **settings)
+    out = original(*arguments, **settings)
     if not hasattr(out, "_replace"):
         return out * 1.125
     name = "rows" if hasattr(out, "rows") else "probs"
     return out._replace(**{name: getattr(out, name) * 1.125})
 
 
-def without_gradient(right, rows, *arguments, probs, **settings):
+def without_gradient(original, rows, *arguments, probs, **settings):
     """The experts' probabilities learn nothing."""
-    return right(rows, *arguments, probs=probs.detach(), **settings)
+    return original(rows, *arguments, probs=probs.detach(), **settings)
 
 
 class WrongCombine:

@@ -47,9 +47,9 @@ def in_layout(state: dict[str, Tensor], packed: bool) -> dict[str, Tensor]:
 def through_distributed(saved: States, folder: Path) -> States:
     """What comes back from a checkpoint of torch.distributed."""
     dcp.save(saved, checkpoint_id=folder, no_dist=True)
-    found = {kind: {name: torch.zeros_like(x) for name, x in state.items()} for kind, state in saved.items()}
-    dcp.load(found, checkpoint_id=folder, no_dist=True)
-    return found
+    loaded = {kind: {name: torch.zeros_like(x) for name, x in state.items()} for kind, state in saved.items()}
+    dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+    return loaded
 
 
 def through_safetensors(saved: States, folder: Path) -> States:
@@ -67,27 +67,27 @@ def test_training_goes_on_with_the_same_bits_from_a_file_in_either_layout(packed
         train(module, optimizer, step)
     saved = {"module": module.state_dict(), "optimizer": in_layout(moments(module, optimizer), packed)}
     assert any(name.endswith("weight2") for state in saved.values() for name in state) is not packed
-    found = through(saved, tmp_path)
+    loaded = through(saved, tmp_path)
 
-    other, resumed = trainer(not packed, seed=1)
-    train(other, resumed, 9)  # other parameters, moments and expert bias, all overwritten
-    other.load_state_dict(found["module"])
-    named = in_layout(found["optimizer"], True)
-    for name, x in moments(other, resumed).items():
+    second, resumed = trainer(not packed, seed=1)
+    train(second, resumed, 9)  # other parameters, moments and expert bias, all overwritten
+    second.load_state_dict(loaded["module"])
+    named = in_layout(loaded["optimizer"], True)
+    for name, x in moments(second, resumed).items():
         x.copy_(named.pop(name))
     assert not named
-    for each in ((module, optimizer), (other, resumed)):
-        train(*each, step=2)
+    for trained in ((module, optimizer), (second, resumed)):
+        train(*trained, step=2)
     tensors = [[*m.parameters(), m.router.expert_bias, *moments(m, o).values()]
-               for m, o in ((module, optimizer), (other, resumed))]  # fmt: skip
+               for m, o in ((module, optimizer), (second, resumed))]  # fmt: skip
     assert all(torch.equal(a, b) for a, b in zip(*tensors, strict=True))
 
 
 def test_moments_that_are_not_loaded_show():
     module, optimizer = trainer(True)
     train(module, optimizer, 0)
-    other, resumed = trainer(True)
-    other.load_state_dict(module.state_dict())
-    for each in ((module, optimizer), (other, resumed)):
-        train(*each, step=1)
-    assert not torch.equal(module.experts.linear_fc1.weight, other.experts.linear_fc1.weight)
+    second, resumed = trainer(True)
+    second.load_state_dict(module.state_dict())
+    for trained in ((module, optimizer), (second, resumed)):
+        train(*trained, step=1)
+    assert not torch.equal(module.experts.linear_fc1.weight, second.experts.linear_fc1.weight)

@@ -55,8 +55,8 @@ FUNCTIONS = [permute_and_pad, there_and_back, in_capacity, other_forms]
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_one_graph_serves_every_routing_as_eager(function):
     used = [x.requires_grad_(name in USED[function]) for name, x in zip("xp", routing(0)[:2], strict=True)]
-    others = [x.requires_grad_(name in USED[function]) for name, x in zip("xp", routing(1)[:2], strict=True)]
-    assert_compiles(function, (*used, routing(0)[2]), (*others, routing(1)[2]))
+    second = [x.requires_grad_(name in USED[function]) for name, x in zip("xp", routing(1)[:2], strict=True)]
+    assert_compiles(function, (*used, routing(0)[2]), (*second, routing(1)[2]))
 
 
 USED = dict(zip(FUNCTIONS, ("xp", "xp", "xp", "p"), strict=True))  # inputs with a gradient

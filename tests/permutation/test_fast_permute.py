@@ -17,12 +17,12 @@ def random_map(num_tokens: int, num_experts: int, share: float = 0.3) -> Tensor:
 
 @pytest.mark.parametrize("settings, reads", [({"num_rows": 9}, 0), ({"capacity": 2}, 0), ({}, 1)], ids=str)
 def test_the_device_is_read_once_or_not_at_all_when_the_rows_are_given(settings, reads, monkeypatch):
-    seen = record_reads(monkeypatch)
+    host_reads = record_reads(monkeypatch)
     tokens, probs = normal(4, 2).requires_grad_(), normal(4, 2).requires_grad_()
     permuted = moe_fast.permute(tokens, random_map(4, 2), probs=probs, **settings)
     merged = moe_fast.unpermute(permuted.rows, permuted.row_map, probs=probs)
     torch.autograd.grad([merged, permuted.probs], [tokens, probs], [merged.detach(), permuted.probs.detach()])
-    assert len(seen) == reads
+    assert len(host_reads) == reads
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64], ids=str)

@@ -19,17 +19,17 @@ def with_a_wrong_default(rows, row_map, *, restore_shape=None, probs=None):
 
 
 @pytest.mark.parametrize(
-    ("unpermute", "found"),
+    ("unpermute", "statuses"),
     [
         (moe_ref.unpermute, ["PASS"] * 3),
         (without_a_default, ["PASS"] * 3),
         (with_a_wrong_default, ["FAIL", "PASS", "PASS"]),
     ],
 )
-def test_restore_shape_is_left_out_where_it_has_a_default(unpermute, found):
-    assert [outcome_of(case, reference(unpermute=unpermute)).status for case in CASES] == found
+def test_restore_shape_is_left_out_where_it_has_a_default(unpermute, statuses):
+    assert [outcome_of(case, reference(unpermute=unpermute)).status for case in CASES] == statuses
 
 
 def test_the_finding_says_what_the_call_was_without():
-    wrong = reference(unpermute=with_a_wrong_default)
-    assert outcome_of(CASES[0], wrong).finding["message"].endswith("; called without restore_shape")
+    implementation = reference(unpermute=with_a_wrong_default)
+    assert outcome_of(CASES[0], implementation).finding["message"].endswith("; called without restore_shape")

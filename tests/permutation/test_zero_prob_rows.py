@@ -60,8 +60,8 @@ def test_each_policy_passes_every_law_where_it_is_declared(dtype, law):
 @pytest.mark.parametrize(("call", "declared"), [("copied", "zero"), ("zero", "copied")])
 def test_the_other_policy_fails_on_values_and_on_the_law_alone(call, declared):
     assert status(call, declared, zero_probs=True, seed=3).finding["output"] == "rows"
-    found = status(call, declared, law="zero_prob_rows").finding
-    assert (found["output"], found["check"]) == ("rows", "zero_prob_rows")
+    finding = status(call, declared, law="zero_prob_rows").finding
+    assert (finding["output"], finding["check"]) == ("rows", "zero_prob_rows")
 
 
 @pytest.mark.parametrize("call", ["tiny", "nan", "positive"])
@@ -71,12 +71,12 @@ def test_rows_of_other_probabilities_are_copies(call):
 
 
 def test_the_gradient_of_a_row_of_zeros_is_a_copys():
-    right = {"zero_probs": True, "seed": 3, "grads": "tokens+probs"}
-    assert status("zero", "zero", **right).status == "PASS"
-    assert status("zero", "zero", law="adjointness", **right).status == "PASS"
-    assert status("gradient", "zero", **right).finding["output"] == "d_tokens"
+    fields = {"zero_probs": True, "seed": 3, "grads": "tokens+probs"}
+    assert status("zero", "zero", **fields).status == "PASS"
+    assert status("zero", "zero", law="adjointness", **fields).status == "PASS"
+    assert status("gradient", "zero", **fields).finding["output"] == "d_tokens"
 
 
 def test_a_copy_where_zeros_are_declared_is_not_explained_as_a_wrong_token():
-    found = status("copied", "zero", zero_probs=True, seed=3).finding["message"]
-    assert "should" not in found and "puts token" not in found
+    finding = status("copied", "zero", zero_probs=True, seed=3).finding["message"]
+    assert "should" not in finding and "puts token" not in finding

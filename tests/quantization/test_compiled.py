@@ -18,7 +18,7 @@ def values(x: Tensor, recipe: Recipe) -> list[Tensor]:
     """Codes and values of both directions; with the gradient of the values."""
     quantized = moe_fast.quantize(x, recipe, splits=SPLITS, columnwise=True).quantized
     ways = (False, True)
-    return [f(quantized, columnwise=way) for f in (moe_fast.codes, moe_fast.dequantize) for way in ways]
+    return [f(quantized, columnwise=columnwise) for f in (moe_fast.codes, moe_fast.dequantize) for columnwise in ways]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.scaling)

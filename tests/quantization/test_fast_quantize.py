@@ -45,11 +45,11 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def assert_agree(x: Tensor, recipe: Recipe, **settings: Any) -> None:
     """Codes, scales and amax are the reference's, in every direction that is made."""
-    got, right = (namespace.quantize(x, recipe, **settings).quantized for namespace in (moe_fast, moe_ref))
+    got, expected = (namespace.quantize(x, recipe, **settings).quantized for namespace in (moe_fast, moe_ref))
     for columnwise in (False, True):
         if settings.get("columnwise" if columnwise else "rowwise", not columnwise):
             for read in ("codes", "scales", "amax"):
-                a, b = (getattr(n, read)(q, columnwise=columnwise) for n, q in ((moe_fast, got), (moe_ref, right)))
+                a, b = (getattr(n, read)(q, columnwise=columnwise) for n, q in ((moe_fast, got), (moe_ref, expected)))
                 assert a.shape == b.shape and same(a, b), (read, columnwise)
 
 
@@ -77,7 +77,7 @@ def numbers(format: formats.Format) -> Tensor:
     """Every bfloat16, every number of the format, what lies halfway between two, and the neighbours
     of all of them in float32.
     """
-    every = (torch.arange(2**16) << 16).to(torch.int32).view(FP32)
+    bf16_values = (torch.arange(2**16) << 16).to(torch.int32).view(FP32)
     values = formats.decode(torch.arange(format.max_code + 1, dtype=torch.uint8), format, dtype=FP64)
     halfway = (values[1:] + values[:-1]) / 2
     near = torch.cat([values, halfway, halfway[-1:] + values[-1:] - values[-2:-1]]).to(FP32)
@@ -85,7 +85,7 @@ def numbers(format: formats.Format) -> Tensor:
         [near, torch.nextafter(near, torch.tensor(math.inf)), torch.nextafter(near, torch.tensor(-math.inf))]
     )
     near = torch.cat([near, -near])
-    return torch.cat([every, near, near.new_zeros(-len(near) % 1024)])
+    return torch.cat([bf16_values, near, near.new_zeros(-len(near) % 1024)])
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -93,10 +93,10 @@ def test_codes_of_numbers_and_of_what_lies_between_are_right(format):
     x = numbers(format)
     out = torch.empty(len(x), dtype=torch.uint8)
     encode_kernel[(len(x) // 1024,)](x, out, FORMAT=format.name, BLOCK=1024)
-    right = formats.encode(x, format)
+    expected = formats.encode(x, format)
     # no amax is a NaN
-    known = ~x.isnan() if format is formats.E8M0 else torch.ones_like(x, dtype=torch.bool)
-    assert torch.equal(out[known], right[known])
+    comparable = ~x.isnan() if format is formats.E8M0 else torch.ones_like(x, dtype=torch.bool)
+    assert torch.equal(out[comparable], expected[comparable])
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -125,26 +125,26 @@ def random_kernel(x_ptr, noise_ptr, out_ptr, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP64])
 def test_noise_decides_to_the_last_bit(dtype):
     """Rests of numbers, and the noise that equals them, and its neighbours."""
-    every = (torch.arange(2**16) << 16).to(torch.int32).view(FP32)
-    size = every.abs().double().clamp(max=6).nan_to_num(0)
+    bf16_values = (torch.arange(2**16) << 16).to(torch.int32).view(FP32)
+    size = bf16_values.abs().double().clamp(max=6).nan_to_num(0)
     spacing = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    rest = (size / spacing - (size / spacing).floor()).to(dtype)
+    remainder = (size / spacing - (size / spacing).floor()).to(dtype)
     for noise in (
-        rest,
-        torch.nextafter(rest, torch.zeros_like(rest)),
-        torch.nextafter(rest, torch.ones_like(rest)),
-        torch.zeros_like(rest),
+        remainder,
+        torch.nextafter(remainder, torch.zeros_like(remainder)),
+        torch.nextafter(remainder, torch.ones_like(remainder)),
+        torch.zeros_like(remainder),
     ):
         out = torch.empty(2**16, dtype=torch.uint8)
-        random_kernel[(64,)](every, noise, out, BLOCK=1024)
-        assert torch.equal(out, formats.encode(every, formats.E2M1, noise=noise))
+        random_kernel[(64,)](bf16_values, noise, out, BLOCK=1024)
+        assert torch.equal(out, formats.encode(bf16_values, formats.E2M1, noise=noise))
 
 
 @pytest.mark.parametrize("role", ["input", "grad_output"])
 def test_every_bfloat16_is_cast_right(role):
-    every = (torch.arange(2**16) << 16).to(torch.int32).view(FP32).to(BF16).view(256, 256)
+    bf16_values = (torch.arange(2**16) << 16).to(torch.int32).view(FP32).to(BF16).view(256, 256)
     state = QuantizerState(torch.zeros(1, 3), torch.ones(1))
-    assert_agree(every, RECIPES["delayed"], role=role, state=state)
+    assert_agree(bf16_values, RECIPES["delayed"], role=role, state=state)
 
 
 @pytest.mark.parametrize("name", ["block", "block, any scale", "mxfp8"])

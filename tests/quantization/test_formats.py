@@ -167,11 +167,6 @@ def test_the_code_is_that_of_the_nearest_exact_value(format, dtype):
     assert encode(x, format).tolist() == [nearest(v, magnitudes(format), format.sign_bit) for v in x.tolist()]
 
 
-def test_e2m1_ties_go_to_the_even_code():
-    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    assert decode(encode(ties, E2M1), E2M1).tolist() == [0, 1, 1, 2, 2, 4, 4]
-
-
 def test_float64_is_not_rounded_by_way_of_float32():
     x = torch.tensor(
         [1.0625 + 2.0**-40], dtype=torch.float64
@@ -235,27 +230,6 @@ def test_what_is_far_below_the_smallest_value_is_rounded_up_as_rarely_as_it_shou
 
 
 # ---- twins: a wrong rule must be seen by the comparisons above
-
-
-def truncated(x: Tensor, format: Format) -> list[int]:
-    table = magnitudes(format)
-    return [
-        max(i for i in range(len(table)) if table[i] <= abs(Fraction(v))) + (format.sign_bit if v < 0 else 0)
-        for v in x.tolist()
-    ]
-
-
-@pytest.mark.parametrize("format", SIGNED, **named)
-def test_truncation_is_not_round_to_nearest(format):
-    x = torch.tensor([float(v) for v in magnitudes(format)])
-    between = (x[:-1] + 3 * x[1:]) / 4
-    assert all(a != b for a, b in zip(encode(between, format).tolist(), truncated(between, format), strict=True))
-
-
-def test_ties_away_from_zero_are_not_ties_to_even():
-    ties = torch.tensor([float((a + b) / 2) for a, b in pairwise(magnitudes(E4M3))], dtype=torch.float64)
-    away = torch.arange(1, len(ties) + 1)
-    assert (encode(ties, E4M3).long() != away).sum() == len(ties) // 2
 
 
 # ---- refusals

@@ -35,7 +35,7 @@ def test_both_directions_compile_and_two_programs_fit_a_multiprocessor(forms, sp
         tiles,
         constants,
         forms={"row_form": rows, "column_form": columns},
-        wide=("epsilon", "infinity"),
+        int64_names=("epsilon", "infinity"),
         absent=() if splits else ("splits_ptr",),
     )
     assert shared <= SHARED_BYTES
@@ -50,8 +50,8 @@ GATHERED = {
 
 @pytest.mark.parametrize("forms", GATHERED)
 def test_rows_that_are_gathered_compile_and_two_programs_fit(forms):
-    rows, columns, whole = GATHERED[forms]
-    constants = {"FORMAT": "e5m2", "POWER_OF_TWO": True, "WHOLE": whole, "BLOCK_G": 128, "STAGES": hopper.WALK.stages}
+    rows, columns, public = GATHERED[forms]
+    constants = {"FORMAT": "e5m2", "POWER_OF_TWO": True, "WHOLE": public, "BLOCK_G": 128, "STAGES": hopper.WALK.stages}
     constants |= {"num_warps": hopper.WALK.num_warps, "maxnreg": hopper.WALK.registers}
     shared, _, spilled = compiled(
         compile_gluon,
@@ -60,7 +60,7 @@ def test_rows_that_are_gathered_compile_and_two_programs_fit(forms):
         {},
         constants,
         forms={"row_form": rows, "column_form": columns},
-        wide=("epsilon", "infinity"),
+        int64_names=("epsilon", "infinity"),
         divisible=("tokens_ptr", "stride_tokens_t", "num_columns"),
     )
     assert shared <= SHARED_BYTES and not spilled
@@ -96,9 +96,9 @@ def test_what_it_is_launched_with(for_products, square, monkeypatch):
         quantize(x, Recipe("block"), role=role)
     assert launched == []
     quantize(x, Recipe("block"), role=role, columnwise=True)
-    ((tensor, splits, forms, arguments, _, format, squares, whole, grid),) = launched
+    ((tensor, splits, forms, arguments, _, format, squares, public, grid),) = launched
     assert tensor.data_ptr() == x.data_ptr() and splits is None and (format, squares) == ("e4m3", square)
     assert arguments[:2] == x.shape and (grid.tiles, grid.settings["BLOCK_N"]) == (2, 128)
     assert len(forms) == 6 and (forms[3].scale_ptr is None) == square
     turned = forms[0 if square else 3].turned_ptr
-    assert (turned is not None) == for_products == (not whole)
+    assert (turned is not None) == for_products == (not public)

@@ -101,26 +101,18 @@ def test_honest_noise_is_accepted(name):
 
 
 @pytest.mark.parametrize("case", OWN, ids=lambda case: case.direction)
-@pytest.mark.parametrize(
-    ("noise", "says"),
-    [
-        (lambda shape: torch.full(shape, 0.5), "the same random numbers"),  # to nearest
-        (lambda shape: torch.full(shape, 1 - 2.0**-24), "the same random numbers"),  # truncation
-        (lambda shape: torch.rand(shape).square(), "too high"),
-        (lambda shape: torch.rand(shape) * 0.9, "too high"),
-        (lambda shape: torch.rand(shape) * 0.9 + 0.1, "too low"),
-        (
-            lambda shape: torch.rand(shape[0], 1, shape[2]).expand(shape),
-            "variance over repeats|mean of all",
-        ),  # one number for a whole column
-        (
-            lambda shape: torch.rand(shape[0], shape[1], 1).expand(shape),
-            "variance over repeats|mean of all",
-        ),  # one number for a whole row
-        (always_alike, "the same random numbers as in another call"),
-    ],
-    ids=["nearest", "truncated", "squares", "below 0.9", "above 0.1", "columns", "rows", "repeated"],
-)
+@pytest.mark.parametrize(("noise", "says"), [
+    (lambda shape: torch.full(shape, 0.5), "the same random numbers"),  # to nearest
+    (lambda shape: torch.full(shape, 1 - 2.0**-24), "the same random numbers"),  # truncation
+    (lambda shape: torch.rand(shape).square(), "too high"),
+    (lambda shape: torch.rand(shape) * 0.9, "too high"),
+    (lambda shape: torch.rand(shape) * 0.9 + 0.1, "too low"),
+    # one number for a whole column
+    (lambda shape: torch.rand(shape[0], 1, shape[2]).expand(shape), "variance over repeats|mean of all"),
+    # one number for a whole row
+    (lambda shape: torch.rand(shape[0], shape[1], 1).expand(shape), "variance over repeats|mean of all"),
+    (always_alike, "the same random numbers as in another call"),
+], ids=["nearest", "truncated", "squares", "below 0.9", "above 0.1", "columns", "rows", "repeated"])  # fmt: skip
 def test_noise_that_is_not_random_enough_is_found(case, noise, says):
     finding = outcome_of(case, drawing(noise)).finding
     assert (finding["output"], finding["check"]) == ("codes" + SUFFIX[case.direction], "random")
@@ -131,10 +123,10 @@ SUFFIX = {"rowwise": "", "columnwise": ".columnwise"}
 
 
 def test_codes_that_are_no_neighbours_and_signs_are_found():
-    def far(group, own, scheme):
+    def far(group, values, scheme):
         return group._replace(codes=torch.where(group.codes == 3, 5, group.codes))
 
-    def positive_zero(group, own, scheme):
+    def positive_zero(group, values, scheme):
         return group._replace(codes=torch.where(group.codes == scheme.format.sign_bit, 0, group.codes))
 
     for change in (far, positive_zero):
@@ -145,6 +137,6 @@ def test_codes_that_are_no_neighbours_and_signs_are_found():
 
 def test_repeats_are_for_gradients_that_are_rounded_stochastically():
     fits = CONTRACTS["quantize"].signature.fits
-    for wrong in ({"role": "input"}, {"variant": 1}, {"experts": 1}, {"grads": "x"}):
-        assert "repeats is 128" in fits(replace(OWN[0], **wrong))
+    for fields in ({"role": "input"}, {"variant": 1}, {"experts": 1}, {"grads": "x"}):
+        assert "repeats is 128" in fits(replace(OWN[0], **fields))
     assert "delayed scaling alone has a state" in fits(replace(OWN[0], repeats=0))

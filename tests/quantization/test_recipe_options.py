@@ -14,22 +14,14 @@ from moe_ref.config import Recipe
 from moe_ref.config.quantization import AMAX_ALGORITHMS, ERRORS, FP8_FORMATS, SCOPES
 
 OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "delayed": {
-        "fp8_format": FP8_FORMATS,
-        "margin": (0, 2),
-        "amax_history_len": (1, 3, 1024),
-        "amax_compute_algo": AMAX_ALGORITHMS,
-    },
+    "delayed": {"fp8_format": FP8_FORMATS, "margin": (0, 2), "amax_history_len": (1, 3, 1024),
+     "amax_compute_algo": AMAX_ALGORITHMS},
     "current": {"fp8_format": FP8_FORMATS, "power_of_two_scales": (False, True), "amax_epsilon": (0.0, 1.5)},
     "mxfp8": {"fp8_format": FP8_FORMATS, "two_dimensional_weights": (False, True)},
-    "nvfp4": {
-        **dict.fromkeys(("two_dimensional_weights", "hadamard", "stochastic_rounding"), (False, True)),
-        "row_scaled_activation": (False, True),
-        "four_over_six": SCOPES,
-        "four_over_six_bound_256": SCOPES,
-        "four_over_six_error": ERRORS,
-    },
-}
+    "nvfp4": {**dict.fromkeys(("two_dimensional_weights", "hadamard", "stochastic_rounding"), (False, True)),
+     "row_scaled_activation": (False, True), "four_over_six": SCOPES, "four_over_six_bound_256": SCOPES,
+     "four_over_six_error": ERRORS},
+}  # fmt: skip
 OPTIONS["block"] = OPTIONS["current"] | OPTIONS["mxfp8"]
 
 
@@ -48,8 +40,8 @@ def legal_recipes(scaling: str) -> Iterator[Recipe]:
 
 
 def missing_pairs(scaling: str, recipes: tuple[Recipe, ...]) -> set[frozenset[tuple[str, Any]]]:
-    every = set().union(*map(pairs_of_options, legal_recipes(scaling)))
-    return every - set().union(*map(pairs_of_options, recipes))
+    pairs = set().union(*map(pairs_of_options, legal_recipes(scaling)))
+    return pairs - set().union(*map(pairs_of_options, recipes))
 
 
 @pytest.mark.parametrize("scaling", RECIPES)
@@ -60,7 +52,7 @@ def test_every_pair_of_options_is_in_a_recipe(scaling):
 
 def test_every_recipe_runs_in_each_role_that_differs():
     ran = {(case.scaling, case.variant) for case in scope_of("quantize", Space()).always()}
-    assert {(one, i) for one, known in RECIPES.items() for i in range(VARIANTS, len(known))} <= ran
+    assert {(scaling, i) for scaling, recipes in RECIPES.items() for i in range(VARIANTS, len(recipes))} <= ran
 
 
 def test_a_variant_without_a_recipe_is_refused():

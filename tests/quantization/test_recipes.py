@@ -160,9 +160,9 @@ def test_a_custom_recipe_has_no_description():
 
 def test_hybrid_gives_gradients_e5m2_and_nothing_else():
     for scaling in ("delayed", "current", "block", "mxfp8"):
-        hybrid, plain = Recipe(scaling, fp8_format="hybrid"), Recipe(scaling, fp8_format="e4m3")
+        hybrid, e4m3 = Recipe(scaling, fp8_format="hybrid"), Recipe(scaling, fp8_format="e4m3")
         assert [scheme(hybrid, role).format for role in ("input", "weight", "grad_output")] == [E4M3, E4M3, E5M2]
-        assert [scheme(plain, role).format for role in ("input", "weight", "grad_output")] == [E4M3] * 3
+        assert [scheme(e4m3, role).format for role in ("input", "weight", "grad_output")] == [E4M3] * 3
     assert scheme(Recipe("nvfp4"), "grad_output").format == E2M1
 
 
@@ -171,20 +171,20 @@ def test_only_weights_have_square_blocks():
         role: [scheme(Recipe(scaling), role).block for scaling in SCALINGS]
         for role in ("input", "weight", "grad_output")
     }
-    whole = (None, None)
-    assert blocks["input"] == blocks["grad_output"] == [whole, whole, (1, 128), (1, 32), (1, 16)]
-    assert blocks["weight"] == [whole, whole, (128, 128), (1, 32), (16, 16)]
+    tensor = (None, None)
+    assert blocks["input"] == blocks["grad_output"] == [tensor, tensor, (1, 128), (1, 32), (1, 16)]
+    assert blocks["weight"] == [tensor, tensor, (128, 128), (1, 32), (16, 16)]
     assert scheme(Recipe("mxfp8", two_dimensional_weights=True), "weight").block == (32, 32)
 
 
 def test_nvfp4_transforms_columns_of_activations_and_gradients_and_rounds_gradients_at_random():
     forms = [(role, columnwise) for role in ("input", "weight", "grad_output") for columnwise in (False, True)]
-    made = [scheme(Recipe("nvfp4"), role, columnwise=columnwise) for role, columnwise in forms]
-    assert [form for form, how in zip(forms, made, strict=True) if how.hadamard] == [
+    schemes = [scheme(Recipe("nvfp4"), role, columnwise=columnwise) for role, columnwise in forms]
+    assert [form for form, form_scheme in zip(forms, schemes, strict=True) if form_scheme.hadamard] == [
         ("input", True),
         ("grad_output", True),
     ]
-    assert [form for form, how in zip(forms, made, strict=True) if how.stochastic] == [
+    assert [form for form, form_scheme in zip(forms, schemes, strict=True) if form_scheme.stochastic] == [
         ("grad_output", False),
         ("grad_output", True),
     ]
@@ -196,9 +196,9 @@ def test_nvfp4_transforms_columns_of_activations_and_gradients_and_rounds_gradie
 )
 def test_4over6_never_reaches_gradients_and_is_bounded_in_its_own_scope(bound, expected):
     recipe = Recipe("nvfp4", hadamard=False, four_over_six="all", four_over_six_bound_256=bound)
-    made = [scheme(recipe, role) for role in ("input", "weight", "grad_output")]
-    assert [how.four_over_six for how in made] == [True, True, False]
-    assert [how.scale_max for how in made] == [*expected, 448]
+    schemes = [scheme(recipe, role) for role in ("input", "weight", "grad_output")]
+    assert [form_scheme.four_over_six for form_scheme in schemes] == [True, True, False]
+    assert [form_scheme.scale_max for form_scheme in schemes] == [*expected, 448]
 
 
 def test_every_product_reads_blocks_along_its_contraction():
@@ -208,12 +208,12 @@ def test_every_product_reads_blocks_along_its_contraction():
 
 
 @pytest.mark.parametrize("scaling", SCALINGS[1:])
-@pytest.mark.parametrize(("override", "kept"), [("high_precision", "stored"), ("dequantized", "dequantized")])
-def test_an_overridden_backward_reads_no_columns_and_no_quantised_gradient(scaling, override, kept):
+@pytest.mark.parametrize(("override", "reading"), [("high_precision", "stored"), ("dequantized", "dequantized")])
+def test_an_overridden_backward_reads_no_columns_and_no_quantised_gradient(scaling, override, reading):
     recipe = Recipe(scaling, backward_override=override)
     assert operands("fprop", recipe) == operands("fprop", Recipe(scaling))
-    assert operands("dgrad", recipe) == (Operand("weight", False, kept), Operand("grad_output", False, "stored"))
-    assert operands("wgrad", recipe) == (Operand("input", False, kept), Operand("grad_output", False, "stored"))
+    assert operands("dgrad", recipe) == (Operand("weight", False, reading), Operand("grad_output", False, "stored"))
+    assert operands("wgrad", recipe) == (Operand("input", False, reading), Operand("grad_output", False, "stored"))
 
 
 def test_a_row_scaled_4over6_activation_has_a_wgrad_where_the_backward_is_overridden():

@@ -142,29 +142,6 @@ def stepped(state: QuantizerState, amax: float | list[float], recipe: Recipe, **
     )
 
 
-def test_a_trajectory_worked_by_hand():
-    recipe = Recipe("delayed", amax_history_len=3)
-    state = new_quantizer_state(recipe)
-    seen = []
-    for amax in (7.0, 14.0, 3.5, 3.5, 3.5, 0.0):
-        state = stepped(state, amax, recipe)
-        seen.append((state.scale.item(), state.amax_history[0].tolist()))
-    assert seen == [
-        (64.0, [0.0, 0.0, 7.0]),
-        (32.0, [0.0, 7.0, 14.0]),
-        (32.0, [0.0, 14.0, 3.5]),
-        (32.0, [0.0, 3.5, 3.5]),  # 14 is forgotten after this step's maximum
-        (128.0, [0.0, 3.5, 3.5]),
-        (128.0, [0.0, 3.5, 3.5]),  # nothing seen: neither rolled nor changed
-    ]
-
-
-def test_most_recent_looks_at_the_last_step_alone():
-    recipe = Recipe("delayed", amax_history_len=3, amax_compute_algo="most_recent")
-    state = stepped(stepped(new_quantizer_state(recipe), 14.0, recipe), 3.5, recipe)
-    assert state.scale.item() == 128.0
-
-
 @pytest.mark.parametrize(("algorithm", "frozen"), [("max", 4), ("most_recent", 1)])
 def test_an_infinite_amax_freezes_the_scale_while_it_is_remembered(algorithm, frozen):
     recipe = Recipe("delayed", amax_history_len=4, amax_compute_algo=algorithm)
@@ -184,21 +161,6 @@ def test_margin_format_and_a_tiny_amax():
     assert stepped(new_quantizer_state(recipe), 7.0, recipe, role="grad_output").scale.item() == 8192.0
     assert stepped(new_quantizer_state(recipe), 1e-40, recipe).scale.item() == FLOAT32_MAX
     assert stepped(new_quantizer_state(recipe), 3.0, recipe).scale.item() == exact32(Fraction(448, 3))
-
-
-def test_a_reduced_amax_counts_unless_it_is_0():
-    recipe = Recipe("delayed", amax_history_len=2)
-    state = stepped(
-        new_quantizer_state(recipe, num_groups=3), [7.0, 7.0, 0.0], recipe, reduced_amax=torch.tensor([14.0, 0.0, 3.5])
-    )
-    assert state.scale.tolist() == [32.0, 64.0, 128.0]
-    assert state.amax_history.tolist() == [[0.0, 14.0], [0.0, 7.0], [0.0, 3.5]]
-
-
-def test_a_history_of_length_1_remembers_nothing():
-    recipe = Recipe("delayed", amax_history_len=1)
-    state = stepped(new_quantizer_state(recipe), 7.0, recipe)
-    assert (state.scale.item(), state.amax_history.tolist()) == (64.0, [[0.0]])
 
 
 def updated_by_loop(history: list[float], scale: float, algorithm: str, margin: int) -> tuple[list[float], float]:

@@ -1,173 +1,54 @@
-"""quantize and dequantize: values worked out by hand, and special values.
+"""quantize and dequantize beyond values: special numbers, NVFP4's options, layouts, refusals.
 
 `evidence.formulations.quantization` quantises number by number, for the cases that tests/evidence
-draws; test_suite.py judges the reference by many more.
+draws; test_suite.py judges the reference by many more. Results that were worked out by hand are
+golden cases of the suite.
 """
 
+import math
+from bisect import bisect_left
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from moe_ref import amax, codes, dequantize, new_quantizer_state, quantize, scales, update_scales
+import moe_ref
+from moe_ref import amax, codes, dequantize, new_quantizer_state, quantize, scales
 from moe_ref.config import Recipe
-from moe_ref.quantization.recipes import nearest32
-from tests.quantization.reference_helpers import (
-    ALL,
-    INF,
-    LARGEST,
-    NAN,
-    STATELESS,
-    by_scaling,
-    f32,
-    quantized,
-    random,
-    row,
-)
+from moe_ref.quantization.quantize import HADAMARD_SIGNS, hadamard
+from tests.common.fast import normal
+
+f32 = np.float32
+LARGEST = np.finfo(np.float32).max
+RECIPES = [
+    Recipe("current"), Recipe("block"), Recipe("mxfp8"), Recipe("delayed"),
+    Recipe("nvfp4", hadamard=False, stochastic_rounding=False),
+]  # fmt: skip
 
 
-def test_current_scaling_by_hand():
-    q = quantized(torch.tensor([[1.0, 2.0, -3.0, 7.0]]), Recipe("current"))
-    assert (amax(q).tolist(), scales(q).tolist()) == ([7.0], [1 / 64])  # 448 / 7 = 64
-    assert codes(q).tolist() == [[0x68, 0x70, 0xF4, 0x7E]]  # 2^6, 2^7, -1.5·2^7, 1.75·2^8
-    assert dequantize(q).tolist() == [[1.0, 2.0, -3.0, 7.0]]
-
-
-def test_current_scaling_of_gradients_by_hand():
-    q = quantized(torch.tensor([[1.0, -1.75]]), Recipe("current"), role="grad_output")
-    assert scales(q).tolist() == [2.0**-15]  # 57344 / 1.75 = 2^15
-    assert codes(q).tolist() == [[0x78, 0xFB]]  # 2^15 in E5M2: exponent 30, mantissa 0; -1.75·2^15
-
-
-def test_block_scaling_rounds_the_scale_down_to_a_power_of_two_by_hand():
-    x = row([3.0, 1.0], 130)
-    x[0, 128] = -0.25
-    q = quantized(x, Recipe("block"))
-    assert amax(q).tolist() == [[3.0, 0.25]]
-    assert scales(q).tolist() == [[1 / 128, 1 / 1024]]  # 448/3 = 149.3 → 128; 1792 → 1024
-    assert codes(q)[0, [0, 1, 128, 129]].tolist() == [0x7C, 0x70, 0xF8, 0]  # 1.5·2^8, 2^7, -2^8
-    full = quantized(x, Recipe("block", power_of_two_scales=False))
-    assert scales(full).tolist()[0][1] == nearest32(1 / 1792)
-    assert codes(full)[0, [0, 128]].tolist() == [0x7E, 0xFE]
-
-
-def test_mxfp8_by_hand():
-    q = quantized(row([3.0, 1.0, -3.25], 64).repeat(32, 1), Recipe("mxfp8"))
-    assert scales(q)[0].tolist() == [120, 0]  # 3.25/448 = 2^-7.1 → 2^-7; the second block is zero
-    assert codes(q)[0, :4].tolist() == [0x7C, 0x70, 0xFD, 0]  # 384, 128, -416 = -1.625·2^8
-    assert dequantize(q)[0, :4].tolist() == [3.0, 1.0, -3.25, 0.0]
-
-
-def test_mxfp8_of_exactly_448_times_a_power_of_two_needs_no_larger_exponent():
-    q = quantized(row([448.0 * 2.0**-9], 32).repeat(32, 1), Recipe("mxfp8"))
-    assert (scales(q)[0].item(), codes(q)[0, 0].item()) == (127 - 9, 0x7E)
-
-
-def test_nvfp4_by_hand():
-    x = row([42.0, 21.0, 7.0, -1.0] + [0.0] * 12 + [3.0, -1.0, 0.1], 32).repeat(16, 1)
-    q = quantized(x, Recipe("nvfp4"))
-    assert amax(q).tolist() == [42.0]  # S = 2688 / 42 = 64
-    assert scales(q)[0].tolist() == [0x7E, 0x60]  # 42 · 64/6 = 448; 3 · 64/6 = 32
-    assert codes(q)[0, [0, 1, 2, 3]].tolist() == [7, 5, 2, 8]  # times 1/7: 6, 3, 1, -1/7
-    assert codes(q)[0, [16, 17, 18]].tolist() == [7, 0xC, 0]  # times 2: 6, -2, 0.2
-    assert dequantize(q)[0, 16:19].tolist() == [3.0, -1.0, 0.0]
-
-
-def test_nvfp4_maps_to_4_where_that_errs_less():
-    # S = 6·256/24 = 64. In the second block d₆ = E4M3(16/6·64 = 170.7) = 176 and d₄ = E4M3(256) =
-    # 256. A code's unit is d·24/1536: with d₄ it is 4, and 16 and 12 are exact; with d₆ it is 2.75,
-    # and they become 16.5 and 11.
-    x = row([24.0] + [0.0] * 15 + [16.0, 12.0], 32).repeat(16, 1)
-    recipe = Recipe("nvfp4", hadamard=False, four_over_six="activations")
-    q = quantized(x, recipe)
-    assert scales(q)[0].tolist() == [
-        0x78,
-        0x78,
-    ]  # 256 twice: the first block is exact either way, 6 · 4 and 4 · 6, and 6 is taken
-    assert codes(q)[0, [0, 16, 17]].tolist() == [7, 6, 5]
-    assert dequantize(q)[0, [0, 16, 17]].tolist() == [24.0, 16.0, 12.0]
-    plain = quantized(x, Recipe("nvfp4", hadamard=False))
-    assert dequantize(plain)[0, 16].item() != 16.0
-
-
-def test_delayed_scaling_uses_the_scale_of_earlier_steps_and_records_the_amax_by_hand():
-    recipe = Recipe("delayed", amax_history_len=2)
-    state = new_quantizer_state(recipe)
-    x = torch.tensor([[7.0, -1000.0]])
-    q, state = quantize(x, recipe, state=state)
-    assert (codes(q).tolist(), scales(q).tolist(), amax(q).tolist()) == (
-        [[0x4E, 0xFE]],
-        [1.0],
-        [1000.0],
-    )  # scale 1: 7 = 1.75·2², -1000 saturates
-    q, state = quantize(x / 100, recipe, state=state)
-    assert state.amax_history.tolist() == [[1000.0, 0.0]]  # the largest of the step
-    q, state = quantize(x, recipe, state=update_scales(state, recipe))
-    assert scales(q).item() == f32(1) / (f32(448) / f32(1000))
-    assert codes(q)[0, 1] == 0xFE
-
-
-def test_each_group_has_its_own_scale_of_earlier_steps():
-    recipe = Recipe("delayed", amax_history_len=2)
-    state = new_quantizer_state(recipe, num_groups=3)
-    x, splits = torch.tensor([[7.0], [3.5], [14.0]]), torch.tensor([1, 0, 2])
-    _, state = quantize(x, recipe, splits=splits, state=state)
-    assert state.amax_history.tolist() == [[7.0, 0.0], [0.0, 0.0], [14.0, 0.0]]
-    q, state = quantize(x, recipe, splits=splits, state=update_scales(state, recipe))
-    assert scales(q).tolist() == [1 / 64, 1.0, 1 / 32]  # the empty group has seen nothing
-    assert codes(q).flatten().tolist() == [0x7E, 0x6E, 0x7E]  # 448, 112 = 1.75·2^6, 448
+def quantized(x: Tensor, recipe: Recipe, **options: Any) -> Any:
+    """The quantised tensor; a fresh state where one is needed."""
+    splits = options.get("splits")
+    options.setdefault("state", new_quantizer_state(recipe, num_groups=1 if splits is None else len(splits)))
+    return quantize(x, recipe, **options)[0]
 
 
 def test_the_largest_finite_of_the_input_dtype_bounds_a_block_scale_and_that_of_float32_the_others():
     tiny = torch.tensor([[2.0**-130]], dtype=torch.bfloat16)
-    assert scales(quantized(tiny, Recipe("block", power_of_two_scales=False))).item() == f32(1) / f32(
-        torch.finfo(torch.bfloat16).max
-    )
+    block = scales(quantized(tiny, Recipe("block", power_of_two_scales=False)))
+    assert block.item() == f32(1) / f32(torch.finfo(torch.bfloat16).max)
     assert scales(quantized(tiny, Recipe("current"))).item() == f32(1) / LARGEST
 
 
-# ---- special values
-
-
-@pytest.mark.parametrize("recipe", STATELESS, **by_scaling)
-def test_a_lone_nan_becomes_a_nan_and_reaches_no_scale(recipe):
-    x = random(32, 128)
-    with_nan, with_zero = x.clone(), x.clone()
-    with_nan[3, 5], with_zero[3, 5] = NAN, 0.0
-    a, b = (quantized(v, recipe) for v in (with_nan, with_zero))
-    assert torch.equal(scales(a), scales(b))
-    elsewhere = torch.ones(32, 128, dtype=torch.bool)
-    elsewhere[3, 5] = False
-    assert torch.equal(codes(a)[elsewhere], codes(b)[elsewhere])
-    assert codes(a)[3, 5] == (7 if recipe.scaling == "nvfp4" else 0x7F)
-
-
-def test_a_block_of_nothing_but_nan_has_amax_0():
-    q = quantized(torch.full((32, 32), NAN), Recipe("mxfp8"))
-    assert (amax(q).unique().tolist(), scales(q).unique().tolist(), codes(q).unique().tolist()) == ([0.0], [0], [0x7F])
-
-
-def test_a_block_of_zeros_has_the_scale_of_its_rule_and_keeps_signs():
-    x = torch.zeros(32, 32)
-    x[0, 0] = -0.0
-    scale = {recipe.scaling: scales(quantized(x, recipe)).unique().tolist() for recipe in ALL}
-    assert scale == {"current": [1.0], "block": [1.0], "mxfp8": [0], "nvfp4": [0], "delayed": [1.0]}
-    assert all(torch.equal(dequantize(quantized(x, recipe)), x) for recipe in ALL)
-    assert all(torch.signbit(dequantize(quantized(x, recipe)))[0, 0] for recipe in ALL)
-
-
-def test_an_infinity_saturates_and_what_becomes_of_its_block():
-    x = row([INF, -INF, 2.0], 32).repeat(32, 1)
-    first = {recipe.scaling: codes(quantized(x, recipe))[0, :3].tolist() for recipe in ALL}
-    assert first["current"] == first["block"] == first["delayed"] == [0x7E, 0xFE, 0x40]  # s = 1
-    assert first["mxfp8"] == [0x7E, 0xFE, 0]  # e = 254: 2 · 2^-127 is nothing
-    assert first["nvfp4"] == [7, 15, 0]  # d = 448, S = 1: 2/448 is nothing
-    assert scales(quantized(x, Recipe("mxfp8")))[0, 0] == 254
-    assert scales(quantized(x, Recipe("block")))[0, 0] == 1.0
-
-
 def test_nvfp4_decodes_beside_an_infinity_as_its_kernel_does():
-    value = dequantize(quantized(row([INF, 2.0], 16).repeat(16, 1), Recipe("nvfp4")))[0]
-    assert value[0] == INF
-    assert value[1].isnan()  # 0 · (448 · ∞)
+    x = torch.zeros(16, 16)
+    x[:, 0], x[:, 1] = math.inf, 2.0
+    value = dequantize(quantized(x, Recipe("nvfp4")))[0]
+    assert value[0] == math.inf and value[1].isnan()  # 0 · (448 · ∞)
 
 
 def test_subnormal_blocks_of_mxfp8_use_the_smallest_exponent():
@@ -179,4 +60,224 @@ def test_subnormal_blocks_of_mxfp8_use_the_smallest_exponent():
     assert (scales(tiny)[0, 0].item(), codes(tiny)[0, 0].item()) == (0, 0)  # 2^-22 < half min code
 
 
-# ---- directions
+def test_float64_is_quantised_as_float32():
+    x = normal(32, 32, dtype=torch.float64)
+    for recipe in RECIPES:
+        assert torch.equal(codes(quantized(x, recipe)), codes(quantized(x.float(), recipe)))
+        assert torch.equal(dequantize(quantized(x, recipe)), dequantize(quantized(x.float(), recipe)).double())
+
+
+# ---- the layouts of matrix products
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """Scales in tiles of 128×4, element by element."""
+    rows, columns = -(-scale.shape[0] // 128) * 128, -(-scale.shape[1] // 4) * 4
+    out = torch.zeros(rows * columns, dtype=scale.dtype)
+    for r, c in np.ndindex(*scale.shape):
+        tile = r // 128 * (columns // 4) + c // 4
+        out[tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] = scale[r, c]
+    return out
+
+
+@pytest.mark.parametrize("scaling", ["mxfp8", "nvfp4"])
+def test_scales_of_small_blocks_are_swizzled_in_tiles(scaling):
+    x = (normal(160, 192) * torch.logspace(-3, 3, 192)).bfloat16()
+    q = quantized(x, Recipe(scaling), role="weight", columnwise=True)
+    assert torch.equal(scales(q, layout="gemm")[0], swizzled(scales(q)))
+    assert torch.equal(scales(q, columnwise=True, layout="gemm")[0], swizzled(scales(q, columnwise=True).T))
+
+
+def test_block_scales_are_transposed_and_padded():
+    x = normal(5, 300) * torch.logspace(-3, 3, 300)
+    q = quantized(x, Recipe("block"), columnwise=True)
+    (rowwise,), (columnwise,) = scales(q, layout="gemm"), scales(q, columnwise=True, layout="gemm")
+    assert (rowwise.shape, columnwise.shape) == ((3, 8), (1, 300))
+    assert torch.equal(rowwise[:, :5], scales(q).T)
+    assert (rowwise[:, 5:] == 0).all()
+    assert torch.equal(columnwise, scales(q, columnwise=True))
+    w = quantized(x, Recipe("block"), role="weight", columnwise=True)
+    (rowwise,), (columnwise,) = scales(w, layout="gemm"), scales(w, columnwise=True, layout="gemm")
+    assert (rowwise.shape, columnwise.shape) == ((1, 4), (3, 4))
+    assert torch.equal(rowwise[:, :3], columnwise[:, :1].T)
+
+
+# ---- the Hadamard transform
+
+
+def test_the_signs_are_those_that_are_written_down():
+    assert "".join("+" if sign > 0 else "-" for sign in HADAMARD_SIGNS) == "+++-+------+-+--"
+
+
+def test_the_hadamard_transform_is_that_of_sylvesters_matrix_and_the_signs():
+    sylvester = torch.ones(1, 1)
+    while len(sylvester) < 16:
+        upper, lower = torch.cat([sylvester, sylvester], 1), torch.cat([sylvester, -sylvester], 1)
+        sylvester = torch.cat([upper, lower])
+    x = torch.arange(-24, 24).reshape(1, 48).float().bfloat16()
+    # exact: small integers
+    expected = (x.float().reshape(3, 16) * torch.tensor(HADAMARD_SIGNS)) @ sylvester / 4
+    assert torch.equal(hadamard(x), expected.reshape(1, 48).bfloat16())
+
+
+def test_the_hadamard_transform_cancels_in_a_product():
+    x, dy = (torch.randint(-4, 5, (32, 8), generator=torch.Generator().manual_seed(seed)).float() for seed in (0, 1))
+    assert torch.equal(hadamard(dy.T) @ hadamard(x.T).T, dy.T @ x)
+    assert not torch.equal(hadamard(dy.T), dy.T)
+
+
+def test_a_transformed_form_has_the_amax_of_the_transform():
+    x = torch.zeros(16, 16, dtype=torch.bfloat16)
+    x[:, 0] = torch.tensor(HADAMARD_SIGNS)
+    q = quantized(x, Recipe("nvfp4"), columnwise=True)
+    assert (amax(q).item(), amax(q, columnwise=True).item()) == (1.0, 4.0)
+    assert (dequantize(q, columnwise=True)[:, 0] == torch.tensor([4.0] + [0.0] * 15)).all()
+    with pytest.raises(ValueError, match=r"x is of dtype torch\.float32; it must be bfloat16 where the Hadamard"):
+        quantized(x.float(), Recipe("nvfp4"), columnwise=True)
+
+
+def test_the_gradient_of_a_transformed_form_is_the_transform_back():
+    x = normal(32, 16, dtype=torch.bfloat16).requires_grad_()
+    out = dequantize(quantized(x, Recipe("nvfp4"), columnwise=True), columnwise=True)
+    dout = torch.zeros(32, 16, dtype=torch.bfloat16)
+    dout[17, 3] = 1  # the second output of the second 16 tokens of column 3
+    (dx,) = torch.autograd.grad(out, x, dout)
+    expected = torch.zeros_like(dx)
+    expected[16:, 3] = torch.tensor([sign * (-1) ** i / 4 for i, sign in enumerate(HADAMARD_SIGNS)])
+    assert torch.equal(dx, expected)
+
+
+# ---- four over six: of two encodings of a block, the one that errs less
+
+
+@cache
+def table(name: str) -> tuple[list[float], list[float]]:
+    """(values, midpoints) of the codes without a sign."""
+    mantissa, bias, count = {"e4m3": (3, 7, 0x7F), "e5m2": (2, 15, 0x7C), "e2m1": (1, 1, 8)}[name]
+    values = [
+        (c % 2**mantissa + (2**mantissa if c >> mantissa else 0)) * 2.0 ** (max(c >> mantissa, 1) - bias - mantissa)
+        for c in range(count)
+    ]
+    return values, [(a + b) / 2 for a, b in pairwise(values)]
+
+
+def code_of(v: float, name: str) -> int:
+    """Nearest, ties to even, saturated."""
+    middles = table(name)[1]
+    if math.isnan(v):
+        return 7 if name == "e2m1" else 0x7F
+    code = bisect_left(middles, abs(v))
+    if code < len(middles) and middles[code] == abs(v) and code % 2 == 1:
+        code += 1
+    return code + (0 if math.copysign(1, v) > 0 else {"e2m1": 8}.get(name, 0x80))
+
+
+@pytest.mark.parametrize("error", ["mae", "mse"])
+@pytest.mark.parametrize(("bound", "top"), [("all", 256), ("none", 448)])
+@pytest.mark.parametrize("role", ["input", "weight"])
+def test_4over6_takes_the_better_of_two_encodings(error, bound, top, role):
+    options = {"four_over_six_bound_256": bound, "four_over_six_error": error, "two_dimensional_weights": False}
+    recipe = Recipe("nvfp4", hadamard=False, four_over_six="all", **options)
+    x = normal(16, 64, seed=5)
+    q = quantized(x, recipe, role=role)
+    picked = []
+    for i, b in np.ndindex(16, 4):
+        block = x[i, 16 * b : 16 * b + 16].numpy()
+        chosen, scale, six = better_of_two(block, f32(x.abs().max()), top, error)
+        picked.append(six)
+        assert codes(q)[i, 16 * b : 16 * b + 16].tolist() == chosen
+        assert scales(q)[i, b] == scale
+    assert {True, False} == set(picked)
+
+
+@np.errstate(all="ignore")
+def better_of_two(block: np.ndarray, tensor_amax: np.float32, top: int, error: str) -> tuple[list[int], int, bool]:
+    """(codes, scale, whether 6 was taken) of one block, number by number."""
+    s, best = min(f32(6 * top) / tensor_amax, LARGEST), None
+    base = max(abs(block)) / f32(6) * s
+    for six, wanted in ((True, base), (False, base * f32(1.5))):
+        scale = code_of(float(wanted), "e4m3")
+        d = f32(table("e4m3")[0][scale])
+        m = min(f32(1) / (d * (f32(1) / s)), LARGEST)
+        chosen, total = [code_of(float(v * m), "e2m1") for v in block], f32(0)
+        for v, code in zip(block, chosen, strict=True):
+            q = f32(table("e2m1")[0][code % 8]) * (-1 if code > 7 else 1)
+            difference = q * d * tensor_amax / f32(6 * top) - v
+            total = total + (difference * difference if error == "mse" else abs(difference))
+        if best is None or total < best[0]:
+            best = (total, chosen, scale, six)
+    return best[1:]
+
+
+# ---- noise
+
+
+def test_noise_that_is_not_given_is_drawn_anew_for_each_element_direction_and_call():
+    sixes = torch.eye(16).repeat(32, 1) == 1  # in each block of both directions: all scales are 1
+    x, recipe = torch.where(sixes, 6.0, 1.25), Recipe("nvfp4", hadamard=False)
+    first, second = (quantized(x, recipe, role="grad_output", columnwise=True) for _ in range(2))
+    draws = [dequantize(q, columnwise=turned)[~sixes] for q in (first, second) for turned in (False, True)]
+    for drawn in draws:
+        assert set(drawn.tolist()) == {1.0, 1.5}
+        assert 0.47 < float((drawn == 1.5).float().mean()) < 0.53  # why: 5 standard errors of 7680
+    assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
+    torch.manual_seed(5)
+    third = codes(quantized(x, recipe, role="grad_output"))
+    torch.manual_seed(5)
+    assert torch.equal(third, codes(quantized(x, recipe, role="grad_output")))
+
+
+def test_noise_is_for_gradients_that_are_rounded_stochastically():
+    x, noise = torch.zeros(16, 16, dtype=torch.bfloat16), torch.zeros(2, 16, 16)
+    with pytest.raises(ValueError, match=r"noise is of shape \(16, 16\)"):
+        quantized(x, Recipe("nvfp4"), role="grad_output", noise=noise[0])
+    with pytest.raises(ValueError, match="noise is given; it must be None"):
+        quantized(x, Recipe("nvfp4"), role="input", noise=noise)
+
+
+# ---- refusals
+
+
+REFUSED = {
+    "x is of shape (2, 3, 4)": (torch.zeros(2, 3, 4), Recipe("current"), {}),
+    "x is of dtype torch.int32": (torch.zeros(2, 2, dtype=torch.int32), Recipe("current"), {}),
+    "role is 'bias'": (torch.zeros(2, 2), Recipe("current"), {"role": "bias"}),
+    "recipe is 'current'": (torch.zeros(2, 2), "current", {"state": None}),
+    "rowwise is False with columnwise False": (torch.zeros(2, 2), Recipe("current"), {"rowwise": False}),
+    "splits is of shape (1, 1)": (torch.zeros(2, 2), Recipe("current"), {"splits": torch.tensor([[2]])}),
+    "splits is of dtype torch.float32": (torch.zeros(2, 2), Recipe("current"), {"splits": torch.tensor([2.0])}),
+    "splits is [3], together 3": (torch.zeros(2, 2), Recipe("current"), {"splits": torch.tensor([3])}),
+    "splits is [3, -1]": (torch.zeros(2, 2), Recipe("current"), {"splits": torch.tensor([3, -1])}),
+    "x is of shape (32, 33)": (torch.zeros(32, 33), Recipe("mxfp8"), {}),
+    "splits is [33]": (torch.zeros(33, 32), Recipe("mxfp8"), {}),
+    "splits is [16, 16]": (torch.zeros(32, 32), Recipe("mxfp8"), {"splits": torch.tensor([16, 16])}),
+    "splits is [8, 8]": (torch.zeros(16, 16), Recipe("nvfp4"), {"splits": torch.tensor([8, 8])}),
+    "state is None": (torch.zeros(2, 2), Recipe("delayed"), {"state": None}),
+    "state is given": (torch.zeros(2, 2), Recipe("current"), {"state": new_quantizer_state(Recipe("delayed"))}),
+    "state is with amax_history of shape (1, 1024)": (torch.zeros(2, 2), Recipe("delayed"),
+     {"splits": torch.tensor([1, 1]), "state": new_quantizer_state(Recipe("delayed"))}),
+    "columnwise is True for a row-scaled input with four_over_six": (torch.zeros(16, 16),
+     Recipe("nvfp4", hadamard=False, row_scaled_activation=True, four_over_six="all"), {"columnwise": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_illegal_calls_are_refused_by_name_and_value(message):
+    x, recipe, options = REFUSED[message]
+    with pytest.raises(ValueError) as refusal:
+        quantized(x, recipe, **options) if "state" not in options else quantize(x, recipe, **options)
+    assert str(refusal.value).startswith(message)
+
+
+def test_a_direction_that_was_not_asked_for_is_refused():
+    q = quantized(normal(2, 4), Recipe("current"))
+    for read in (codes, scales, amax, dequantize):
+        with pytest.raises(ValueError, match="columnwise is True; it must be a direction that quantize was asked for"):
+            read(q, columnwise=True)
+    with pytest.raises(ValueError, match="layout is 'swizzled'"):
+        scales(q, layout="swizzled")
+
+
+def test_the_functions_are_public():
+    names = ["quantize", "codes", "scales", "amax", "dequantize", "new_quantizer_state", "update_scales", "operands"]
+    assert all(getattr(moe_ref, name).__name__ == name for name in names)

@@ -69,9 +69,9 @@ def undeclared(namespace: SimpleNamespace) -> SimpleNamespace:
 
 @pytest.mark.parametrize("case", [CURRENT, replace(BLOCK, variant=1), DELAYED], ids=lambda case: case.scaling)
 def test_reciprocals_that_are_not_declared_are_found(case):
-    wide = replace(case, values="wide")
-    assert "FAIL" in statuses(wide, undeclared(quantizers.Multiplies), 8)
-    assert statuses(wide, quantizers.Multiplies, 8) == {"PASS"}
+    case_of_all_exponents = replace(case, values="wide")
+    assert "FAIL" in statuses(case_of_all_exponents, undeclared(quantizers.Multiplies), 8)
+    assert statuses(case_of_all_exponents, quantizers.Multiplies, 8) == {"PASS"}
 
 
 # ---- quantisers that are wrong in one place
@@ -96,7 +96,7 @@ CHANGED = [
 )
 def test_a_group_that_is_wrong_in_one_way_is_found_there(change, case, output):
     assert output in (name.split(".")[-1] for name, _ in failures(case, changed(change), 6))
-    assert statuses(case, changed(lambda group, own, scheme: group), 3) == {"PASS"}
+    assert statuses(case, changed(lambda group, values, scheme: group), 3) == {"PASS"}
 
 
 @pytest.mark.parametrize("change", [scale_in_half, codes_for_other_scales])
@@ -113,14 +113,14 @@ def test_noise_is_judged_by_the_scales_that_reciprocals_gave(values, seed):
     case = replace(NVFP4, values=values, seed=seed, direction="both", tokens=6, counts=(4, 0, 2), dtype="bfloat16")
     assert outcome_of(case, quantizers.Multiplies).status == "PASS"
     assert outcome_of(case, undeclared(quantizers.Multiplies)).status == "FAIL"
-    for wrong in (forgets_the_noise, swaps_the_noise):
+    for quantize in (forgets_the_noise, swaps_the_noise):
         declared = {"declares": lambda function: {"scale_arithmetic": "reciprocal"}}
-        assert outcome_of(case, reference(quantize=wrong, **declared)).status == "FAIL"
+        assert outcome_of(case, reference(quantize=quantize, **declared)).status == "FAIL"
 
 
 def reads_padding(x, recipe, *, splits, **settings):
-    more = torch.cat([splits[:-1], (len(x) - splits[:-1].sum())[None]])
-    return moe_ref.quantize(x, recipe, splits=more, **settings)
+    all_rows = torch.cat([splits[:-1], (len(x) - splits[:-1].sum())[None]])
+    return moe_ref.quantize(x, recipe, splits=all_rows, **settings)
 
 
 def forgets_the_noise(x, recipe, *, noise, **settings):
@@ -144,8 +144,8 @@ def turns_the_codes(x, recipe, **settings):
     """The columnwise form made from the rowwise one."""
     first = moe_ref.dequantize(moe_ref.quantize(x, recipe, **settings | {"columnwise": False}).quantized)
     second = moe_ref.quantize(first, recipe, **settings).quantized
-    whole = moe_ref.quantize(x, recipe, **settings)
-    return whole._replace(quantized=replace(whole.quantized, columnwise=second.columnwise))
+    out = moe_ref.quantize(x, recipe, **settings)
+    return out._replace(quantized=replace(out.quantized, columnwise=second.columnwise))
 
 
 def stops_gradients(x, recipe, **settings):
@@ -162,7 +162,7 @@ def clamps_its_input(x, recipe, **settings):
 def unswizzled(q, *, columnwise=False, layout="compact"):
     if layout == "compact":
         return moe_ref.scales(q, columnwise=columnwise)
-    return tuple(part.flatten().roll(1) for part in moe_ref.scales(q, columnwise=columnwise, layout="gemm"))
+    return tuple(scale.flatten().roll(1) for scale in moe_ref.scales(q, columnwise=columnwise, layout="gemm"))
 
 
 WHOLE = [
@@ -179,7 +179,7 @@ WHOLE = [
     ({"quantize": clamps_its_input}, CURRENT, "x"),
     ({"scales": unswizzled}, replace(MXFP8, gemm=True), "scales.gemm"),
     ({"update_scales": lambda state, recipe, **settings: state}, DELAYED, "1.scales"),
-    ({"dequantize": lambda q, **how: moe_ref.dequantize(q, **how) * 2}, CURRENT, "values"),
+    ({"dequantize": lambda q, **form: moe_ref.dequantize(q, **form) * 2}, CURRENT, "values"),
 ]
 
 
@@ -193,7 +193,7 @@ def test_what_pads_the_scales_of_a_matrix_product_may_be_anything():
     def padded_with(number: int):
         def scales(q, *, columnwise=False, layout="compact"):
             out = moe_ref.scales(q, columnwise=columnwise, layout=layout)
-            return out if layout == "compact" else tuple(torch.where(part == 0, number, part) for part in out)
+            return out if layout == "compact" else tuple(torch.where(scale == 0, number, scale) for scale in out)
 
         return scales
 
@@ -217,11 +217,13 @@ def test_what_pads_the_scales_of_a_matrix_product_may_be_anything():
 
 
 def test_support_is_asked_with_the_first_tensor_and_its_settings():
-    asked: list[dict[str, Any]] = []
-    outcome = outcome_of(DELAYED, reference(supports=lambda function, **arguments: asked.append(arguments) or "no"))
+    arguments_of_supports: list[dict[str, Any]] = []
+    outcome = outcome_of(
+        DELAYED, reference(supports=lambda function, **arguments: arguments_of_supports.append(arguments) or "no")
+    )
     assert outcome.status == "DECLARED_UNSUPPORTED"
-    assert set(asked[0]) == {"x", "recipe", "splits"}
-    assert asked[0]["x"].is_meta
+    assert set(arguments_of_supports[0]) == {"x", "recipe", "splits"}
+    assert arguments_of_supports[0]["x"].is_meta
 
 
 class Recorded(Implementation):
@@ -238,18 +240,18 @@ class Recorded(Implementation):
 
 @pytest.mark.parametrize("case", [replace(BLOCK, direction="both", gemm=True), DELAYED], ids=["block", "delayed"])
 def test_what_may_wait_for_the_device_is_read_when_the_calls_are_over(case):
-    problem, during, after = CONTRACTS["quantize"].legal(case), Recorded(), Recorded()
+    problem, during, reading = CONTRACTS["quantize"].legal(case), Recorded(), Recorded()
     outputs = problem.script(during, problem.required | problem.settings)
-    problem.read(after, outputs)
+    problem.read(reading, outputs)
     assert during.called <= {"new_quantizer_state", "quantize", "dequantize", "update_scales"}
-    assert after.called == {"amax", "scales", "codes"}
+    assert reading.called == {"amax", "scales", "codes"}
 
 
 @pytest.mark.parametrize("name", CONTRACTS["quantize"].companions)
 def test_without_the_functions_that_read_it_nothing_is_judged(name):
-    parts = vars(reference())
-    del parts[name]
-    assert outcome_of(CURRENT, SimpleNamespace(**parts)).status == "NOT_OFFERED"
+    functions = vars(reference())
+    del functions[name]
+    assert outcome_of(CURRENT, SimpleNamespace(**functions)).status == "NOT_OFFERED"
 
 
 # ---- values
@@ -262,20 +264,24 @@ def test_values_are_what_their_name_says(values, dtype, scaling):
     unit, top = (16, 6.0) if scaling == "nvfp4" else (1, 448.0)
     size = {"tokens": 64 // unit, "hidden": 160 // unit}
     x = x_of(QuantizeCase(function="quantize", scaling=scaling, variant=1, **size, dtype=dtype, values=values, seed=3))
-    kind, wide = torch.finfo(DTYPES[dtype]), x.double().abs()
-    mantissa = torch.frexp(wide)[0]
+    kind, case_of_all_exponents = torch.finfo(DTYPES[dtype]), x.double().abs()
+    mantissa = torch.frexp(case_of_all_exponents)[0]
     says = {
-        "dyadic": wide.max() <= 2,
-        "rows": wide.amax(1).max() > 2**11 and wide.amax(1).min() < 2**-10,
-        "wide": wide.max() > 2**11 and 0 < wide[wide > 0].min() < 2**-11,
+        "dyadic": case_of_all_exponents.max() <= 2,
+        "rows": case_of_all_exponents.amax(1).max() > 2**11 and case_of_all_exponents.amax(1).min() < 2**-10,
+        "wide": case_of_all_exponents.max() > 2**11
+        and 0 < case_of_all_exponents[case_of_all_exponents > 0].min() < 2**-11,
         "bounds": all(
             bool((mantissa == top / 2.0 ** math.frexp(top)[1] + step * kind.eps / 2).any()) for step in (-1, 0, 1)
         ),
-        "midpoints": bool((wide == wide.max()).any()) and torch.frexp(wide.max() / top)[0] == 0.5,
-        "tiny": bool((wide[wide > 0] < kind.smallest_normal * 4).all())
-        and bool(((wide > 0) & (wide < kind.smallest_normal)).any()),
-        "huge": x.isfinite().all() and wide.max() > kind.max * 0.9,
-        "zeros": bool((wide == 0).any()) and bool(((x == 0) & x.signbit()).any()) and bool((wide > 0).any()),
+        "midpoints": bool((case_of_all_exponents == case_of_all_exponents.max()).any())
+        and torch.frexp(case_of_all_exponents.max() / top)[0] == 0.5,
+        "tiny": bool((case_of_all_exponents[case_of_all_exponents > 0] < kind.smallest_normal * 4).all())
+        and bool(((case_of_all_exponents > 0) & (case_of_all_exponents < kind.smallest_normal)).any()),
+        "huge": x.isfinite().all() and case_of_all_exponents.max() > kind.max * 0.9,
+        "zeros": bool((case_of_all_exponents == 0).any())
+        and bool(((x == 0) & x.signbit()).any())
+        and bool((case_of_all_exponents > 0).any()),
         "special": bool(x.isnan().any())
         and bool((x == torch.inf).any())
         and bool((x == -torch.inf).any())

@@ -31,7 +31,7 @@ def test_each_of_them_shows_rows_that_are_taken_for_a_groups():
     }
     assert all(case.hidden > 2 * 128 and case.hidden % 16 == 0 < case.hidden % 128 for case in cases)
     assert set(cases) <= set(SCOPE.always())
-    wrong = wrapped("quantize", rows_past_the_last)
+    implementation = wrapped("quantize", rows_past_the_last)
     for case in cases:
         assert outcome_of(case, moe_ref).status == "PASS"
-        assert outcome_of(case, wrong).status == ("FAIL" if case.experts else "PASS")
+        assert outcome_of(case, implementation).status == ("FAIL" if case.experts else "PASS")

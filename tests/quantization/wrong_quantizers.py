@@ -31,13 +31,15 @@ Change = Callable[
 def changed(change: Change, **declared: Any) -> SimpleNamespace:
     """The reference with every group changed."""
 
-    def form(whole):
-        sizes = [(group.codes.T if whole.columnwise else group.codes).shape[0] for group in whole.groups]
-        rows = whole.source_MN.detach()[: sum(sizes)].float().split(sizes)
-        own = [part.T if whole.columnwise else part for part in rows]
+    def form(form_of):
+        sizes = [(group.codes.T if form_of.columnwise else group.codes).shape[0] for group in form_of.groups]
+        rows = form_of.source_MN.detach()[: sum(sizes)].float().split(sizes)
+        sources = [source.T if form_of.columnwise else source for source in rows]
         return replace(
-            whole,
-            groups=tuple(change(group, part, whole.scheme) for group, part in zip(whole.groups, own, strict=True)),
+            form_of,
+            groups=tuple(
+                change(group, source, form_of.scheme) for group, source in zip(form_of.groups, sources, strict=True)
+            ),
         )
 
     def quantize(x, recipe, **settings):
@@ -50,36 +52,38 @@ def changed(change: Change, **declared: Any) -> SimpleNamespace:
     return reference(quantize=quantize, declares=lambda function: declared)
 
 
-def multiplied(group: Scaled, own: Tensor, scheme: Any) -> Tensor:
+def multiplied(group: Scaled, values: Tensor, scheme: Any) -> Tensor:
     """x over its scale, where that is a power of two."""
     scale = decode(group.scale, E8M0) if scheme.recipe.scaling == "mxfp8" else group.scale
-    return own / spread(scale, (1, scheme.block[1]) if scheme.recipe.scaling == "mxfp8" else scheme.block, own)
+    return values / spread(scale, (1, scheme.block[1]) if scheme.recipe.scaling == "mxfp8" else scheme.block, values)
 
 
-def exponent_rounded_down(group, own, scheme):
+def exponent_rounded_down(group, values, scheme):
     lower = torch.where(
         torch.frexp(group.amax / scheme.format.max)[0] == 0.5, group.scale, group.scale.clamp(min=1) - 1
     )
-    scaled = own * spread(decode(254 - lower, E8M0), (1, scheme.block[1]), own)
+    scaled = values * spread(decode(254 - lower, E8M0), (1, scheme.block[1]), values)
     return group._replace(scale=lower, codes=encode(scaled, scheme.format))
 
 
-def exponent_rounded_up_from_nothing(group, own, scheme):
+def exponent_rounded_up_from_nothing(group, values, scheme):
     """2^⌊log₂⌋ + 1, which is one too many where amax is FMAX times a power of two."""
     exact = (torch.frexp(group.amax / scheme.format.max)[0] == 0.5) & (group.amax > 0)
     higher = group.scale + exact.to(torch.uint8)
-    scaled = own * spread(decode(254 - higher, E8M0), (1, scheme.block[1]), own)
+    scaled = values * spread(decode(254 - higher, E8M0), (1, scheme.block[1]), values)
     return group._replace(scale=higher, codes=encode(scaled, scheme.format))
 
 
-def truncated(group, own, scheme):
-    over = decode(group.codes, scheme.format, dtype=torch.float64).abs() > multiplied(group, own, scheme).double().abs()
-    return group._replace(codes=group.codes - (over & (group.codes & 0x7F > 0)).to(torch.uint8))
+def truncated(group, values, scheme):
+    larger = (
+        decode(group.codes, scheme.format, dtype=torch.float64).abs() > multiplied(group, values, scheme).double().abs()
+    )
+    return group._replace(codes=group.codes - (larger & (group.codes & 0x7F > 0)).to(torch.uint8))
 
 
-def half_goes_up(group, own, scheme):
+def half_goes_up(group, values, scheme):
     v, table = (
-        multiplied(group, own, scheme).double().abs(),
+        multiplied(group, values, scheme).double().abs(),
         decode(torch.arange(128, dtype=torch.uint8), scheme.format, dtype=torch.float64),
     )
     body = (group.codes & 0x7F).long()
@@ -87,32 +91,32 @@ def half_goes_up(group, own, scheme):
     return group._replace(codes=group.codes + tie.to(torch.uint8))
 
 
-def nan_beyond_the_largest(group, own, scheme):
+def nan_beyond_the_largest(group, values, scheme):
     return group._replace(
-        codes=torch.where(multiplied(group, own, scheme).abs() > scheme.format.max, 0x7F, group.codes)
+        codes=torch.where(multiplied(group, values, scheme).abs() > scheme.format.max, 0x7F, group.codes)
     )
 
 
-def minus_zero_is_zero(group, own, scheme):
+def minus_zero_is_zero(group, values, scheme):
     return group._replace(codes=torch.where(group.codes == scheme.format.sign_bit, 0, group.codes))
 
 
-def subnormals_flushed(group, own, scheme):
+def subnormals_flushed(group, values, scheme):
     return group._replace(codes=torch.where((group.codes & 0x7F) < 8, group.codes & 0x80, group.codes))
 
 
-def the_next_blocks_scale(group, own, scheme):
+def the_next_blocks_scale(group, values, scheme):
     return group._replace(scale=group.scale.roll(1, 1))
 
 
-def scale_in_half(group, own, scheme):
+def scale_in_half(group, values, scheme):
     return group._replace(scale=group.scale.bfloat16().float())
 
 
-def codes_for_other_scales(group, own, scheme):
+def codes_for_other_scales(group, values, scheme):
     """Scales within what a reciprocal may be off, and codes one off where no midpoint is near."""
     return group._replace(codes=torch.where((group.codes & 7) == 3, group.codes + 1, group.codes))
 
 
-def amax_not_a_number(group, own, scheme):
-    return group._replace(amax=torch.where(own.isnan().any(), torch.nan, group.amax))
+def amax_not_a_number(group, values, scheme):
+    return group._replace(amax=torch.where(values.isnan().any(), torch.nan, group.amax))

@@ -22,7 +22,7 @@ def refusing_rule(monkeypatch, changes):
     return next(rule for rule in RULES if rule.refused(unchecked)), unchecked
 
 
-def made(cls, options):
+def is_accepted(cls, options):
     try:
         return bool(
             cls(**{name: list(value) if isinstance(value, tuple) else value for name, value in options.items()})

@@ -4,8 +4,6 @@ from tests.router.moe_config_cases import EXPERTS, HYBRIDEP, PLACES, ROUTER, SWI
 from tests.router.moe_config_memory_cases import GRAPHS, MEMORY, OVERLAPS, PRECISION
 
 CASES = [*ROUTER, *PLACES, *EXPERTS, *PRECISION, *MEMORY, *GRAPHS, *OVERLAPS]
-
-
 NOT_NEGATIVE = (
     "num_layers hidden_size ffn_hidden_size moe_ffn_hidden_size mtp_num_layers recompute_num_layers moe_z_loss_coeff "
     "moe_router_bias_update_rate"
@@ -34,37 +32,25 @@ ALSO = {  # what a value of 1 needs beside it
 SIZES = [
     *((name, {name: -1}, {name: 0}) for name in NOT_NEGATIVE.split()),
     *((name, {name: value}, {name: 1, **ALSO.get(name, {})}) for name in POSITIVE.split() for value in (0, -1)),
-    (
-        "moe_router_topk_scaling_factor",
-        {"moe_router_topk_scaling_factor": 0.0},
-        {"moe_router_topk_scaling_factor": None},
-    ),
+    ("moe_router_topk_scaling_factor", {"moe_router_topk_scaling_factor": 0.0},
+     {"moe_router_topk_scaling_factor": None}),
     ("moe_expert_capacity_factor", {"moe_expert_capacity_factor": -1.0}, {"moe_expert_capacity_factor": 4.5}),
-    (
-        "activation_func_clamp_value",
-        {**SWIGLU, "activation_func_clamp_value": 0.0},
-        {"activation_func_clamp_value": 0.5},
-    ),
+    ("activation_func_clamp_value", {**SWIGLU, "activation_func_clamp_value": 0.0},
+     {"activation_func_clamp_value": 0.5}),
     ("num_moe_experts", {"num_moe_experts": 0}, {"num_moe_experts": 2}),
     ("num_moe_experts", {"num_moe_experts": 32768}, {"num_moe_experts": 32767}),
-    (
-        "num_moe_experts",
-        {"num_moe_experts": None, "moe_ffn_hidden_size": None, "expert_model_parallel_size": 2},
-        {"expert_model_parallel_size": 1},
-    ),
+    ("num_moe_experts", {"num_moe_experts": None, "moe_ffn_hidden_size": None, "expert_model_parallel_size": 2},
+     {"expert_model_parallel_size": 1}),
     ("num_moe_experts", {"expert_model_parallel_size": 3}, {"num_moe_experts": 6}),
     ("moe_ffn_hidden_size", {"num_moe_experts": None}, {"moe_ffn_hidden_size": None}),
     ("moe_ffn_hidden_size", {"expert_tensor_parallel_size": 3}, {"moe_ffn_hidden_size": 33}),
-    (
-        "moe_latent_size",
-        {"num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_latent_size": 8},
-        {"num_moe_experts": 8},
-    ),
+    ("moe_latent_size", {"num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_latent_size": 8},
+     {"num_moe_experts": 8}),
     ("moe_layer_freq", {"moe_layer_freq": 0}, {"moe_layer_freq": 1}),
     ("moe_layer_freq", {"moe_layer_freq": [0, 2]}, {"moe_layer_freq": [0, 1]}),
     ("moe_layer_freq", {"num_layers": 3, "moe_layer_freq": [0, 1]}, {"num_layers": 2}),
     ("sequence_parallel", {"sequence_parallel": True}, {"tensor_model_parallel_size": 2}),
-]
+]  # fmt: skip
 
 
 WRONG_KINDS = [
@@ -103,8 +89,6 @@ WRONG_KINDS = [
 
 
 _NO_CLAMP = "knows no rule of clamped SwiGLU"
-
-
 ELSEWHERE = {  # (option, beside) of a rule: what megatron-core 0.16.1 does instead
     ("moe_router_enable_expert_bias", "moe_router_score_function"): "knows no sqrtsoftplus",
     ("activation_func_clamp_value", "activation_func gated_linear_unit"): _NO_CLAMP,

@@ -28,8 +28,8 @@ def test_a_row_of_nan_or_infinity_chooses_different_experts_and_no_other_row_cha
 def test_routed_tokens_are_kept_before_unrouted_ones_whatever_their_probs(dtype):
     probs = torch.tensor([[0.0], [torch.nan], [-torch.inf], [-2.0]], dtype=dtype)
     routed = torch.tensor([[0], [1], [1], [1]])
-    kept = moe_fast.drop_tokens(probs, routed, capacity=3, pad_to_capacity=True).routing_map
-    assert kept.T.tolist() == [[False, True, True, True]]
+    routing_map = moe_fast.drop_tokens(probs, routed, capacity=3, pad_to_capacity=True).routing_map
+    assert routing_map.T.tolist() == [[False, True, True, True]]
 
 
 @pytest.mark.parametrize("module", [moe_ref, moe_fast], ids=lambda module: module.__name__)
@@ -91,7 +91,7 @@ def test_what_is_not_fused_is_not_supported_and_raises():
         moe_fast.supports("load_balancing_loss", torch.ones(1, 4096), torch.ones(4096), topk=40, num_experts=4096)
         is None
     )
-    for function, more in ((moe_fast.aux_loss_scores, {"topk": 1}), (moe_fast.z_loss, {"coeff": 1.0})):
+    for function, options in ((moe_fast.aux_loss_scores, {"topk": 1}), (moe_fast.z_loss, {"coeff": 1.0})):
         with pytest.raises(ValueError, match="2048"):
-            function(torch.ones(1, 2049), **more)
+            function(torch.ones(1, 2049), **options)
     assert "float8" in moe_fast.supports("load_balancing_loss", torch.ones(1, 4).to(torch.float8_e5m2))

@@ -15,26 +15,20 @@ from moe_ref.config.megatron.rule import kinds_of
 from moe_ref.config.megatron.stages import GIVEN_BY_THE_CALL, SAME_RESULT
 from moe_ref.router.selection import topk_indices
 from tests.router.moe_config_cases import BASE, TENSOR
-from tests.router.moe_config_helpers import config, made, refusing_rule
+from tests.router.moe_config_helpers import config, is_accepted, refusing_rule
 from tests.router.moe_config_values import CASES, ELSEWHERE, SIZES
 
 
-@pytest.mark.parametrize(
-    ("kinds", "coeffs", "expected"),
-    [
-        ("aux_loss", 0.0, {}),
-        ("aux_loss", 0.5, {"aux_loss": 0.5}),
-        ("none", 0.5, {}),
-        ("sinkhorn", 0, {}),
-        (["seq_aux_loss"], [1], {"seq_aux_loss": 1}),
-        (
-            ["seq_aux_loss", "none", "global_aux_loss", "aux_loss"],
-            [0.1, 3.0, 0.2, 0.0],
-            {"seq_aux_loss": 0.1, "global_aux_loss": 0.2},
-        ),
-        ([], [], {}),
-    ],
-)
+@pytest.mark.parametrize(("kinds", "coeffs", "expected"), [
+    ("aux_loss", 0.0, {}),
+    ("aux_loss", 0.5, {"aux_loss": 0.5}),
+    ("none", 0.5, {}),
+    ("sinkhorn", 0, {}),
+    (["seq_aux_loss"], [1], {"seq_aux_loss": 1}),
+    (["seq_aux_loss", "none", "global_aux_loss", "aux_loss"], [0.1, 3.0, 0.2, 0.0],
+     {"seq_aux_loss": 0.1, "global_aux_loss": 0.2}),
+    ([], [], {}),
+])  # fmt: skip
 def test_balancing_coeffs_are_of_the_losses_that_count(kinds, coeffs, expected):
     router = router_config(config(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coeffs))
     assert router.balancing_coeffs == expected
@@ -95,8 +89,8 @@ def test_only_a_repeated_layer_calls_its_router_more_than_once(repeated, depth, 
 class Recorder:
     """A configuration that notes which of its options are read."""
 
-    def __init__(self, made: MoEConfig, read: set[str]) -> None:
-        self.made, self.read = made, read
+    def __init__(self, config: MoEConfig, read: set[str]) -> None:
+        self.made, self.read = config, read
 
     def __getattr__(self, name: str):
         self.read.add(name)
@@ -133,14 +127,14 @@ def values(name):
     kind = kinds_of(MoEConfig)[name]
     words = [
         word
-        for one in (kind, *get_args(kind))
-        if get_origin(one) is not None
-        for word in get_args(one)
+        for kind_part in (kind, *get_args(kind))
+        if get_origin(kind_part) is not None
+        for word in get_args(kind_part)
         if isinstance(word, str)
     ]
-    words += [word for one in get_args(kind) for inner in get_args(one) for word in get_args(inner)]
-    right = {bool: st.booleans(), int: st.integers(-1, 9), float: st.floats(-1, 3) | st.integers(0, 2)}
-    plain = [right[one] for one in (kind, *get_args(kind)) if one in right] + (
+    words += [word for kind_part in get_args(kind) for inner in get_args(kind_part) for word in get_args(inner)]
+    by_type = {bool: st.booleans(), int: st.integers(-1, 9), float: st.floats(-1, 3) | st.integers(0, 2)}
+    typed = [by_type[kind_part] for kind_part in (kind, *get_args(kind)) if kind_part in by_type] + (
         [st.none()] if type(None) in get_args(kind) else []
     )
     listed = (
@@ -148,11 +142,9 @@ def values(name):
         if "Sequence" in str(kind)
         else []
     )
-    wrong = st.sampled_from(
-        [None, True, -1, 0, 0.0, float("nan"), "x", (), [None], 10**400, object(), torch.ones(2), {}]
-    )
-    usual = st.one_of(*plain, *listed, *([st.sampled_from(words)] if words else []))
-    return st.integers(0, 30).flatmap(lambda dice: wrong if dice == 0 else usual)
+    odd = st.sampled_from([None, True, -1, 0, 0.0, float("nan"), "x", (), [None], 10**400, object(), torch.ones(2), {}])
+    usual = st.one_of(*typed, *listed, *([st.sampled_from(words)] if words else []))
+    return st.integers(0, 30).flatmap(lambda dice: odd if dice == 0 else usual)
 
 
 @settings(deadline=None, database=None, max_examples=100)
@@ -161,14 +153,14 @@ def test_a_config_is_made_or_refused_by_a_value_error(data):
     names = data.draw(st.lists(st.sampled_from([field.name for field in fields(MoEConfig)]), unique=True, max_size=12))
     changes = {name: data.draw(values(name), label=name) for name in names}
     try:
-        made = config(**changes)
+        built = config(**changes)
     except ValueError as refusal:
         assert re.match(r"\w+ is .*; it must be ", str(refusal), re.DOTALL)
         assert str(refusal).split(" ")[0] in {field.name for field in fields(MoEConfig)}
     else:
-        assert replace(made) == made
-        assert hash(made) == hash(replace(made))
-        assert made.num_moe_experts is None or router_config(made).num_experts == made.num_moe_experts
+        assert replace(built) == built
+        assert hash(built) == hash(replace(built))
+        assert built.num_moe_experts is None or router_config(built).num_experts == built.num_moe_experts
 
 
 # The installed Megatron
@@ -194,7 +186,7 @@ def megatron():
         from megatron.core.transformer import transformer_config
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            transformer_config, "is_te_min_version", lambda *version, **how: True
+            transformer_config, "is_te_min_version", lambda *version, **settings: True
         )  # versions are not a matter of settings
         yield transformer_config.TransformerConfig
 
@@ -214,8 +206,8 @@ def theirs(cls, changes):
     """The same settings for Megatron, or None where it has no such option."""
     attention = {"num_attention_heads": 8, "attention_dropout": 0.0, "hidden_dropout": 0.0, "normalization": "RMSNorm"}
     options = {"num_layers": 2, **attention, **BASE, **changes}
-    known = {field.name for field in fields(cls)}
-    if "cuda_graph_modules" in options and "cuda_graph_modules" not in known:
+    fields_of_theirs = {field.name for field in fields(cls)}
+    if "cuda_graph_modules" in options and "cuda_graph_modules" not in fields_of_theirs:
         options["cuda_graph_scope"] = options.pop("cuda_graph_modules")
         if options["cuda_graph_impl"] == "full_iteration":
             return None
@@ -231,7 +223,7 @@ def theirs(cls, changes):
     if "params_dtype" in options:
         options["params_dtype"] = WORDS[options["params_dtype"]]
     return (
-        options if set(options) <= known and "moe_permute_fusion" not in options else None
+        options if set(options) <= fields_of_theirs and "moe_permute_fusion" not in options else None
     )  # its kernels are not installed
 
 
@@ -239,12 +231,12 @@ def test_megatron_refuses_the_same(megatron, monkeypatch):
     """The installed Megatron has each rule whose options it has, except the listed ones."""
     different = set()
     for option, refused, change in CASES + SIZES:
-        asked, neighbour = theirs(megatron, refused), theirs(megatron, {**refused, **change})
+        refused_options, neighbour = theirs(megatron, refused), theirs(megatron, {**refused, **change})
         rule = refusing_rule(monkeypatch, refused)[0]
         if (
-            asked
+            refused_options
             and rule.who in ("V", "A")
-            and (made(megatron, asked) or (neighbour and not made(megatron, neighbour)))
+            and (is_accepted(megatron, refused_options) or (neighbour and not is_accepted(megatron, neighbour)))
         ):
             different.add((option, rule.depends))
     assert different == set(ELSEWHERE)
