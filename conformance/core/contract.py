@@ -141,8 +141,10 @@ class Contract(ABC, Generic[C]):
         """The call with these arguments and the case's gradients, cotangents and layout.
 
         Args:
+            required: the arguments that are passed by position.
+            settings: the arguments that are passed by keyword.
             lengths: dimensions by letter, where the case has no such size or has it in other units.
-            more: further fields of the Problem.
+            problem_fields: further fields of the Problem.
         """
         known_lengths = {
             axis.letter: getattr(case, name) for name, axis in axes_of(type(case)).items() if isinstance(axis, Size)

@@ -64,7 +64,7 @@ class SharedOut(Ranked[C]):
     ) -> None:
         """
         Args:
-            alone: the one-process contract.
+            contract: the one-process contract.
             weights: inputs equal on all ranks; the others have one row per token.
             sums: outputs summed over ranks (weight gradients); the others have one row per token.
             same: outputs equal on all ranks.
