@@ -1,6 +1,4 @@
-"""moe-conformance: the command line. `run` judges an implementation; the other verbs look at one
-thing each.
-"""
+"""moe-conformance: the command line. `run` judges an implementation; other verbs do one thing."""
 
 import json
 import math

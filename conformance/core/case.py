@@ -89,17 +89,13 @@ class Case:
 
     @property
     def is_large(self) -> bool:
-        """Whether the case has tensors of so many elements that the reference takes much longer
-        than a kernel.
-        """
+        """Whether the reference takes much longer than a kernel for such large tensors."""
         lengths = sorted(getattr(self, axis.name) for axis in axes_of(type(self)).values() if isinstance(axis, Size))
         return len(lengths) > 1 and lengths[-1] * lengths[-2] * self.unit**2 > LARGE
 
     @property
     def is_heavy(self) -> bool:
-        """Whether the case takes gigabytes of a GPU, and seconds, because a layout spreads a tensor
-        over far addresses.
-        """
+        """Whether far addresses of a tensor make the case take gigabytes of a GPU, and seconds."""
         return self.layout in FAR
 
     @property
@@ -209,9 +205,7 @@ def _earlier(value: Any) -> tuple[Case, ...]:
 
 
 def in_turn(cases: list[Any]) -> list[Any]:
-    """The cases in turn, each with all the others as calls before it in the same process, in their
-    order.
-    """
+    """The cases in turn, each with the others as calls before it in its process, in order."""
     return [replace(case, before=(*cases[i + 1 :], *cases[:i])) for i, case in enumerate(cases)]
 
 

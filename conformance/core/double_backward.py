@@ -98,9 +98,7 @@ def _of_the_reference(trial: Trial, widen: bool) -> tuple[dict[str, Any], Second
 
 
 def _chose_otherwise(trial: Trial, outputs: Mapping[str, Any]) -> bool:
-    """Whether the implementation made another admissible choice: it broke a tie in another way, or
-    dropped another token.
-    """
+    """Whether the call chose otherwise, rightly: at a tie, or which token it dropped."""
     integer_outputs = {name: x for name, x in outputs.items() if isinstance(x, Tensor) and not x.is_floating_point()}
     chosen = {
         name: y for name in integer_outputs if isinstance(y := trial.first.get(name), Tensor)
@@ -109,9 +107,7 @@ def _chose_otherwise(trial: Trial, outputs: Mapping[str, Any]) -> bool:
 
 
 def _lacks(observed: Tensor, exact: Tensor, near: Tensor) -> bool:
-    """Whether more than half of a derivative is wrong, although it has no NaN and rounding does not
-    explain it.
-    """
+    """Whether more than half of a derivative is wrong, beyond rounding and without a NaN."""
     size = exact.norm()
     if not size.isfinite() or not size or (near.double() - exact).norm() > size / 8:
         return False
@@ -143,9 +139,7 @@ def _double_backward(trial: Trial) -> Finding | None:
 
 
 def _smooth(case: Any) -> bool:
-    """Whether many digits of the second derivatives are known. They are not for values that are
-    codes.
-    """
+    """Whether many digits of the second derivatives are known, as they are not for codes."""
     is_plain = not case.golden and not case.illegal and case.layout not in SHARED and bool(case.grads)
     numbers = case.dtype in ("float32", "float64") and getattr(case, "values", "") not in STRANGE
     rounded = isinstance(scaling := getattr(case, "scaling", 0), str) and scaling

@@ -69,9 +69,7 @@ def left_out(scope: Scope, cases: list[Any], bases: list[Any]) -> list[Any]:
 
 
 def _frozen(scope: Scope, cases: list[Any]) -> list[Any]:
-    """Cases in which one input with a gradient is frozen and all others are not, for each input
-    without such a case.
-    """
+    """For each input with a gradient a case in which it alone is frozen, if there is none."""
 
     def others(case: Any, name: str) -> str:
         return "+".join(
@@ -195,9 +193,7 @@ def _of_data(scope: Scope, equals: list[Changes]) -> bool:
 
 
 def _placements(scope: Scope, cases: list[Any], fixed: Changes, equals: list[Changes]) -> Iterator[tuple[Any, Changes]]:
-    """Candidates that have one of the values and all fixed ones, each with the values that are
-    fixed from then on.
-    """
+    """Candidates with one of the values and all fixed ones, each with what is fixed then."""
     for case in cases:
         for changes in equals:
             if any(name in fixed for name in changes):

@@ -17,9 +17,7 @@ from conformance.judge import Exact, Expectation, Finding
 
 
 def neighbours(contract: Contract[Any], case: Any) -> tuple[Any, Any]:
-    """Cases that can run right after this one: with other settings and sizes, and with other
-    values.
-    """
+    """Cases that can run right after this one: with other settings, and with other values."""
     return Scope(contract, Space()).neighbour(case), replace(case, law="", before=(), seed=case.seed + 1)
 
 
@@ -34,9 +32,7 @@ def _history(trial: Trial) -> Finding | None:
 
 
 def _determinism(trial: Trial) -> Finding | None:
-    """The same call again, while fresh memory has other contents and torch's generator has another
-    state.
-    """
+    """The same call again, with other contents of fresh memory and another generator state."""
     second_poison = {"nan": "zero", "zero": "max", "max": "nan"}[trial.case.poison]
     with torch.random.fork_rng():
         torch.manual_seed(trial.case.seed + 1)
@@ -133,9 +129,7 @@ def _inference_mode(trial: Trial) -> Finding | None:
 
 
 def _no_grad(trial: Trial) -> Finding | None:
-    """The same call under `torch.no_grad`, although its inputs require gradients: no result may
-    have a graph.
-    """
+    """The same call under `torch.no_grad`, with inputs that require gradients: no graph."""
     gradients = {f"d_{name}" for name in trial.problem.wanted}
     results = {name: x for name, x in trial.expected.items() if name not in gradients}
     outputs = trial.run(trial.problem, manner="no_grad")
@@ -143,9 +137,7 @@ def _no_grad(trial: Trial) -> Finding | None:
 
 
 def _accumulated(trial: Trial) -> Finding | None:
-    """Gradients of views are added to a `.grad` of zeros by two backward passes, and have equal
-    numbers.
-    """
+    """Two backward passes add gradients of views to a `.grad` of zeros, with equal numbers."""
     numbers = {
         name: replace(x, kind="values") if isinstance(x, Exact) and x.kind == "bits" and name[:2] == "d_" else x
         for name, x in trial.expected.items()
@@ -183,9 +175,7 @@ def _host_sync(trial: Trial) -> Finding | None:
 
 
 def _graph_capture(trial: Trial) -> Finding | None:
-    """A graph is captured with one set of values and replayed with another, where this is
-    declared.
-    """
+    """A captured graph is replayed with other values, where that is declared."""
     if not trial.declared.get("graph_capturable"):
         return None
     second = _other_values(trial.problem)
@@ -232,9 +222,7 @@ STATIC = (HOST_SYNC, GRAPH_CAPTURE)
 
 
 def taken_before(trial: Trial) -> Outputs:
-    """The results of a call whose handle or row map has been used before, by another call with
-    other rows.
-    """
+    """The results of a call whose handle or row map another call has used, with other rows."""
     rows = trial.problem.required["rows"]
     earlier_call = replace(trial.problem.with_tensors({"rows": -rows}), wanted=(), cotangents={}, layouts={})
     return trial.run(trial.problem, before=earlier_call)

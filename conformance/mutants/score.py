@@ -264,9 +264,7 @@ def _without_laws_of(device: str, case: Case) -> Case:
 
 
 def _without_huge(cases: dict[str, list[Case]]) -> dict[str, list[Case]]:
-    """The cases without those of a GPU that a CPU cannot run in the time limit of a case; prints
-    which they are.
-    """
+    """The cases without those that a CPU cannot run within a case's time, which it prints."""
     huge = [case for group in cases.values() for case in group if _largest(case) > MOST_ON_A_CPU]
     for case in huge:
         print(f"left out: a case of {_largest(case):,} rows takes a CPU minutes: {case.text}")
@@ -345,9 +343,7 @@ def _mixed(items: list[PassedCase]) -> Iterator[Case]:
 
 
 def _spread_evenly(cases: list[Case]) -> Iterator[Case]:
-    """The cases in an order of which every beginning is spread over all: by their places' bits,
-    reversed.
-    """
+    """The cases so that every beginning is spread over all: by their numbers' bits, reversed."""
     bits = max(len(cases) - 1, 0).bit_length()
     places = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits))
     yield from (cases[position] for position in places if position < len(cases))

@@ -57,9 +57,7 @@ def _failure(failure: dict[str, Any]) -> str:
 
 
 def _drift(old: Report, new: Report) -> list[str]:
-    """Changes of the number of cases, of the share that is declared unsupported, of time and of
-    kernels.
-    """
+    """Changes of the numbers of cases and kernels, of time, and of what is unsupported."""
     out = [f"run        {old['cases']} → {new['cases']} cases, {old['seconds']:.0f} → {new['seconds']:.0f} s"]
     if old["kernels_compiled"] or new["kernels_compiled"]:
         out[0] += f", {old['kernels_compiled']} → {new['kernels_compiled']} kernels"

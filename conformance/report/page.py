@@ -99,9 +99,7 @@ def _strip(field: str, values: dict[str, list[int]]) -> str:
 
 
 def _depth(cases: int, most: int) -> float:
-    """A depth of colour from 0.15 to 1, by the logarithm, so that one case is visible beside
-    thousands.
-    """
+    """A depth of colour from 0.15 to 1, by the logarithm: one case shows beside thousands."""
     return 0.15 + 0.85 * (cases.bit_length() / max(most.bit_length(), 1))
 
 

@@ -125,9 +125,7 @@ def way_out(failure: dict[str, Any], declares: dict[str, Any]) -> str:
 
 
 def scope_lines(verdict: Verdict) -> list[str]:
-    """The cases for which judged functions are meant, if these are not all cases, with one line per
-    scope.
-    """
+    """One line per scope: the cases for which functions are meant, if not all."""
     groups: dict[str, list[str]] = {}
     for name, function in verdict.functions.items():
         if function.scope and function.status not in UNTOUCHED:
@@ -144,9 +142,7 @@ def in_words(status: str, verdict: Verdict) -> str:
 
 
 def _echo(failure: dict[str, Any], verdict: Verdict) -> bool:
-    """Whether the failure is a broken law, and another failure, most likely by the same defect, is
-    shown.
-    """
+    """Whether the failure is a broken law, and another one, most likely of one defect, is shown."""
     laws = CONTRACTS[failure["function"]].laws
     same = [candidate for candidate in verdict.failures if candidate["function"] == failure["function"]]
     value_failures = [candidate for candidate in same if (candidate["finding"] or {}).get("check") not in laws]

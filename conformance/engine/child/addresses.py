@@ -84,9 +84,7 @@ class Addresses:
 
 
 def _tensors(value: Any) -> Iterator[Any]:
-    """The tensors in a launch argument: the argument itself, the entries of a tuple, or the base of
-    a descriptor.
-    """
+    """The tensors in a launch argument: itself, entries of a tuple, or a descriptor's base."""
     if isinstance(value, tuple):
         for x in value:
             yield from _tensors(x)

@@ -1,6 +1,4 @@
-"""Finds the stage of a failing case that is wrong: each stage runs by itself, on the reference's
-inputs.
-"""
+"""Finds the wrong stage of a failing case: each stage runs alone, on the reference's inputs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -147,9 +147,7 @@ class Search:
             return
 
     def rare(self, scope: Scope, seed: int, ends: float) -> None:
-        """Judge the rarest of many cases: drawn ones, and changes of the shapes that every run
-        has.
-        """
+        """Judge the rarest of many cases: drawn ones, and changes of shapes that every run has."""
         source = st.one_of(scope.drawn(), scope.drawn(), scope.near(self.shapes(scope)))
         for round_index in range(PARTS):  # checked here too, because drawing takes time
             cases = drawn(source, run_seed("rare", seed, round_index), OF // PARTS)

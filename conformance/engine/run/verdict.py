@@ -326,9 +326,7 @@ def status_of(name: str, function: FunctionVerdict, rules: Profile | None, cut: 
 
 
 def _specialising(outcomes: list[dict[str, Any]]) -> dict[str, float]:
-    """For each field, the kernels per case with a change of the field, minus the kernels per case
-    without it.
-    """
+    """By field, the kernels per case with a change of it, minus those of cases without it."""
     varied = [(set(line["changed"]), len(line["kernels"])) for line in outcomes if line["changed"]]
     out: dict[str, float] = {}
     for name in sorted({name for changed, _ in varied for name in changed}):

@@ -1,6 +1,4 @@
-"""Compares the speed of an implementation with a rival's over cases. A wrong result has no
-speed.
-"""
+"""Compares the speed of an implementation with a rival's. A wrong result has no speed."""
 
 import os
 import sys

@@ -268,9 +268,7 @@ class World:
 
 
 def end_of_silence(members: list[Member]) -> float:
-    """The time at which ranks inside their calls are given up, because another rank has left its
-    call; infinity if none has.
-    """
+    """When ranks inside their calls are given up, as another has left its call; or infinity."""
     all_calling = all(member.calling for member in members if not member.outcome)
     if not all_calling or not any(member.left for member in members):
         return math.inf
