@@ -179,10 +179,7 @@ def case_from(record: Any) -> Case:
     fields_by_name = {field.name: field for field in fields(cls)}
     for name, value in record_fields.items():
         if name not in fields_by_name:
-            raise CaseError(
-                f"{name!r} is no field of a {record_fields['function']} case; "
-                f"its fields are {', '.join(fields_by_name)}"
-            )
+            raise CaseError(f"{name!r} is no field of a {function} case; its fields are {', '.join(fields_by_name)}")
         record_fields[name] = _earlier(value) if name == "before" else _decoded(name, value, fields_by_name[name])
     try:
         case = cls(**record_fields)

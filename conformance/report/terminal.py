@@ -13,7 +13,7 @@ from conformance.engine.options import Options
 from conformance.engine.run.corpus import NOT_SAVED, REACHED
 from conformance.engine.run.launched import unjudged
 from conformance.engine.run.search import Searched
-from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
+from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, Verdict
 from conformance.interface import DEFAULTS
 from conformance.report.tuned import tuned_lines
 from conformance.texts import failure_text
@@ -288,13 +288,11 @@ def annotations(verdict: Verdict) -> list[str]:
     """Annotations for GitHub Actions, at the lines of the failing functions; empty elsewhere."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return []
-    return [
-        f"::error {_line_of(verdict.functions.get(f['function']))}title={f['function']} differs::"
-        f"{' %0A'.join(failure_lines(f, verdict.replayed))}"
-        for f in verdict.failures
-    ]
-
-
-def _line_of(function: FunctionVerdict | None) -> str:
-    file, _, line = function.place.rpartition(":") if function else ("", "", "")
-    return f"file={file},line={line}," if file else ""
+    out = []
+    for failure in verdict.failures:
+        function = verdict.functions.get(failure["function"])
+        file, _, line = function.place.rpartition(":") if function else ("", "", "")
+        text = " %0A".join(failure_lines(failure, verdict.replayed))
+        position = f"file={file},line={line}," if file else ""
+        out.append(f"::error {position}title={failure['function']} differs::{text}")
+    return out

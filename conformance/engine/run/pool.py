@@ -142,20 +142,17 @@ class Pool:
             self.start()
         while agenda or any(lane.case for lane in self._lanes) or not all(child.idle for child in self._children):
             for child in self._children:
-                if child.idle and (work := self._next_work(agenda, child.last)):
-                    self._send(child, work)
+                if child.idle:
+                    busy = [child for child in self._children if not child.idle]
+                    heavy = sum(is_heavy(child.cases) for child in busy) < self._most_heavy
+                    if work := agenda.take(heavy, child.last, [child.last for child in busy]):
+                        self._send(child, work)
             for number, lane in enumerate(self._lanes):
                 if not lane.case and (case := agenda.take_ranked(number, len(self._lanes))):
                     lane.start(case)
             check()
             self._wait()
             yield from self._answers(agenda)
-
-    def _next_work(self, agenda: Agenda, last: str) -> Work | None:
-        """The next work for a child whose last function was `last`."""
-        busy = [child for child in self._children if not child.idle]
-        heavy = sum(is_heavy(child.cases) for child in busy) < self._most_heavy
-        return agenda.take(heavy, last, [child.last for child in busy])
 
     def _answers(self, agenda: Agenda) -> Iterator[tuple[Case | Draw, Answer]]:
         """The answers of the children and worlds. A child that died or hangs is replaced."""
