@@ -70,24 +70,14 @@ def left_out(scope: Scope, cases: list[Any], bases: list[Any]) -> list[Any]:
 
 def _frozen(scope: Scope, cases: list[Any]) -> list[Any]:
     """For each input with a gradient a case in which it alone is frozen, if there is none."""
-
-    def others(case: Any, name: str) -> str:
-        return "+".join(
-            input_name
-            for input_name in scope.signature.wanted(case.changed(grads=all_gradients[case.text]))
-            if input_name != name
-        )
-
-    all_gradients = {case.text: scope.signature.all_gradients(case) for case in cases}
+    graded = [(case, scope.signature.all_gradients(case).split("+")) for case in cases]
     new_cases = []
     for name in scope.signature.gradients:
-        graded = [
-            case for case in cases if name in all_gradients[case.text].split("+") and "+" in all_gradients[case.text]
-        ]
-        if not any(case.grads == others(case, name) for case in graded):
-            candidates = (
-                case.changed(grads=others(case, name), law="") for case in graded if not case.is_large and case.grads
-            )
+        others = [(case, "+".join(x for x in names if x != name)) for case, names in graded if name in names]
+        others = [(case, grads) for case, grads in others if grads]
+        if not any(case.grads == grads for case, grads in others):
+            affordable = [(case, grads) for case, grads in others if not case.is_large and case.grads]
+            candidates = (case.changed(grads=grads, law="") for case, grads in affordable)
             new_cases += [case for case in candidates if scope.fits(case)][:1]
     return new_cases
 
