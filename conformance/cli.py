@@ -190,7 +190,7 @@ def run(arguments: Namespace) -> int:
 
 def fuzz(arguments: Namespace) -> int:
     """Exit code 0 if nothing was found, 1 with the smallest case of each failure."""
-    from conformance.engine.run.fuzz import fuzz as search
+    from conformance.engine.run.search import fuzz as search
     from conformance.report.delivery import show
     from conformance.report.terminal import search_lines
 

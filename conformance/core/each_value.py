@@ -73,10 +73,10 @@ def _frozen(scope: Scope, cases: list[Any]) -> list[Any]:
     graded = [(case, scope.signature.all_gradients(case).split("+")) for case in cases]
     new_cases = []
     for name in scope.signature.gradients:
-        others = [(case, "+".join(x for x in names if x != name)) for case, names in graded if name in names]
-        others = [(case, grads) for case, grads in others if grads]
-        if not any(case.grads == grads for case, grads in others):
-            affordable = [(case, grads) for case, grads in others if not case.is_large and case.grads]
+        pairs = [(case, "+".join(x for x in names if x != name)) for case, names in graded if name in names]
+        pairs = [(case, grads) for case, grads in pairs if grads]
+        if not any(case.grads == grads for case, grads in pairs):
+            affordable = [(case, grads) for case, grads in pairs if not case.is_large and case.grads]
             candidates = (case.changed(grads=grads, law="") for case, grads in affordable)
             new_cases += [case for case in candidates if scope.fits(case)][:1]
     return new_cases

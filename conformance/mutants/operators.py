@@ -124,8 +124,8 @@ ROUNDED = ".to(tl.float32).to(tl.bfloat16)"  # through float32: no cast is direc
 def comparison(node: cst.CSTNode, function: Function) -> Changes:
     """Off by one element: a boundary on the wrong side."""
     if isinstance(node, cst.Comparison):
-        later = (part for target in node.comparisons for part in (target.operator, target.comparator))
-        tokens = [_code(node.left), *map(_code, later)]
+        operands = (x for target in node.comparisons for x in (target.operator, target.comparator))
+        tokens = [_code(node.left), *map(_code, operands)]
         for i, token_text in enumerate(tokens):
             token = token_text.strip()
             if i % 2 and token in OTHER_BOUND:

@@ -156,9 +156,9 @@ def score_mutants(
             _require_sound(implementation, (item.case for item in passed if item.case.text in texts), pool)
     count_of = Counter(result.way for result in results)
     share = f"{len(killed)} of {len(results)} ({len(killed) / len(results):.1%})"
-    ways = ", ".join(f"{count_of[way]} by {way}" for way in ("value", "law", "crash"))
-    others = ("survived", "unfinished") if seconds < math.inf else ("survived",)
-    print(f"\nscore {share}: {ways}; {', '.join(f'{count_of[way]} {way}' for way in others)}")
+    kills = ", ".join(f"{count_of[name]} by {name}" for name in ("value", "law", "crash"))
+    endings = ("survived", "unfinished") if seconds < math.inf else ("survived",)
+    print(f"\nscore {share}: {kills}; {', '.join(f'{count_of[name]} {name}' for name in endings)}")
     return results
 
 
