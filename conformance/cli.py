@@ -1,6 +1,4 @@
-"""moe-conformance: the command line. `run` judges an implementation; the other verbs look at one
-thing each.
-"""
+"""moe-conformance: the command line. `run` judges an implementation; other verbs do one thing."""
 
 import json
 import math
@@ -22,13 +20,8 @@ from conformance.usage import UsageError, check_module
 
 KINDS_OF_MUTANTS = ("planted", "automatic", "all", "configurations")
 USAGE, HARNESS, TOO_LITTLE, REGRESSION = 2, 3, 4, 5
-CODES = {
-    "PASS": 0,
-    "UNINFORMATIVE": 4,
-    "NOT_OFFERED": 4,
-    "DECLARED_UNSUPPORTED": 4,
-    "ERROR": 3,
-}  # of one case; others 1
+# of one case; others 1
+CODES = {"PASS": 0, "UNINFORMATIVE": 4, "NOT_OFFERED": 4, "DECLARED_UNSUPPORTED": 4, "ERROR": 3}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -197,7 +190,7 @@ def run(arguments: Namespace) -> int:
 
 def fuzz(arguments: Namespace) -> int:
     """Exit code 0 if nothing was found, 1 with the smallest case of each failure."""
-    from conformance.engine.run.fuzz import fuzz as search
+    from conformance.engine.run.search import fuzz as search
     from conformance.report.delivery import show
     from conformance.report.terminal import search_lines
 
@@ -259,11 +252,8 @@ def minimize(arguments: Namespace) -> int:
             print(f"{case.function} {case.id}: {outcome.status} {outcome.reason}; there is nothing to minimize")
             return CODES.get(outcome.status, 1)
         reduced = reduce(case, outcome, session.attempts(case), seconds=120)
-    finding = {
-        "implementation": options.implementation,
-        "status": reduced.outcome.status,
-        "finding": reduced.outcome.finding,
-    }
+    finding = {name: getattr(reduced.outcome, name) for name in ("status", "finding")}
+    finding = {"implementation": options.implementation} | finding
     saved_path = corpus.try_save(Path(options.corpus), reduced.case, finding)
     failure = Failure(reduced.case, reduced.outcome, "", reduced.attempts, reduced.finished, reduced.error, saved_path)
     print("\n".join(failure_lines(failure.record(), options.replayed)))

@@ -335,17 +335,13 @@ def load(name: str) -> Implementation:
         missing = error.name or module_name
         if module_name == missing or module_name.startswith(f"{missing}."):
             raise UsageError(missing_module(name, missing)) from None
+        problem = f"there is no module {missing!r}; something inside a module is written module:name"
         if missing.startswith(f"{module_name}.") or missing.rpartition(".")[0] == "":
-            raise UsageError(
-                f"--impl {name}: it imports {missing!r}, which does not exist ({_raised_at(error)})"
-            ) from None
-        raise UsageError(
-            f"--impl {name}: there is no module {missing!r}; something inside a module is written module:name"
-        ) from None
+            problem = f"it imports {missing!r}, which does not exist ({_raised_at(error)})"
+        raise UsageError(f"--impl {name}: {problem}") from None
     except BaseException as error:
-        raise UsageError(
-            f"--impl {name}: importing it raised {type(error).__name__}: {error} ({_raised_at(error)})"
-        ) from error
+        problem = f"importing it raised {type(error).__name__}: {error} ({_raised_at(error)})"
+        raise UsageError(f"--impl {name}: {problem}") from error
     for name_part in filter(None, attribute.split(".")):
         if not hasattr(namespace, name_part):
             raise UsageError(f"--impl {name}: {module_name} has no {attribute!r}")
@@ -371,9 +367,8 @@ def named_outputs(result: Any, names: tuple[str, ...]) -> dict[str, Any]:
         if len(result) != len(names):
             raise ValueError(f"returned {len(result)} values; it must return {len(names)}: {', '.join(names)}")
         return dict(zip(names, result, strict=True))
-    outputs_by_name = (
-        result if isinstance(result, dict) else {x: getattr(result, x) for x in names if hasattr(result, x)}
-    )
+    fields = {} if isinstance(result, dict) else {x: getattr(result, x) for x in names if hasattr(result, x)}
+    outputs_by_name = result if isinstance(result, dict) else fields
     missing = [name for name in names if name not in outputs_by_name]
     if missing:
         hint = f"it must have {', '.join(names)}, or be declared to omit some"
@@ -397,9 +392,8 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
             ctx.set_materialize_grads(False)
             outputs, ctx.kept = forward(*args, **settings)
             all_outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            ctx.mark_non_differentiable(
-                *(x for x in all_outputs if isinstance(x, Tensor) and not x.is_floating_point())
-            )
+            integers = (x for x in all_outputs if isinstance(x, Tensor) and not x.is_floating_point())
+            ctx.mark_non_differentiable(*integers)
             return outputs
 
         @staticmethod

@@ -54,6 +54,7 @@ def _pop_dispatch_modes(most: int) -> None:
         pop()
 
 
+DETERMINISTIC = torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
 MODES: tuple[Mode, ...] = (
     # the stacks first: their modes may refuse what the others call; a default device is one of them
     Mode("stack of torch function modes", lambda: _depth("function"), _pop_function_modes),
@@ -61,11 +62,7 @@ MODES: tuple[Mode, ...] = (
     Mode("gradient mode", torch.is_grad_enabled, torch.set_grad_enabled),
     Mode("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Mode("autocast", _autocast, _set_autocast),
-    Mode(
-        "choice of deterministic algorithms",
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
-    ),
+    Mode("choice of deterministic algorithms", *DETERMINISTIC),
     Mode("treatment of subnormal numbers", lambda: TINY * 0.5 == 0.0, torch.set_flush_denormal),
     Mode("precision of float32 products", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     Mode("number of threads", torch.get_num_threads, torch.set_num_threads),
@@ -78,24 +75,17 @@ def _tensor(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-GENERATORS = (
-    Mode(
-        "state of torch's generator",
-        lambda: bytes(torch.get_rng_state().numpy()),
-        lambda content: torch.set_rng_state(_tensor(content)),
-    ),
-)
+def _generator(name: str, module: Any) -> Mode:
+    read = lambda: bytes(module.get_rng_state().numpy())  # noqa: E731
+    return Mode(f"state of {name}'s generator", read, lambda content: module.set_rng_state(_tensor(content)))
+
+
+GENERATORS = (_generator("torch", torch),)
 ON_CUDA = (
     Mode("current device", torch.cuda.current_device, torch.cuda.set_device),
     Mode("current stream", torch.cuda.current_stream, torch.cuda.set_stream),
 )
-CUDA_GENERATORS = (
-    Mode(
-        "state of CUDA's generator",
-        lambda: bytes(torch.cuda.get_rng_state().numpy()),
-        lambda content: torch.cuda.set_rng_state(_tensor(content)),
-    ),
-)
+CUDA_GENERATORS = (_generator("CUDA", torch.cuda),)
 
 
 class Modes:

@@ -60,16 +60,14 @@ def check_function(function: str) -> None:
 
 def space_of(implementation: Implementation, device: str) -> Space:
     """The calls that the implementation accepts in this process."""
-    offered = [name for name in CONTRACTS if implementation.offers(name)]
-    denied = {
-        key: frozenset(name for name in offered if implementation.declares(name).get(key) is False)
-        for key in ("differentiable", "noncontiguous")
-    }
-    without = {
-        name: frozenset(implementation.lacks(name, dict.fromkeys(contract.optional)))
+    functions = {
+        name: {
+            "declares": implementation.declares(name) if implementation.offers(name) else {},
+            "without": implementation.lacks(name, dict.fromkeys(contract.optional)),
+        }
         for name, contract in CONTRACTS.items()
     }
-    return Space(device, without, denied["differentiable"], denied["noncontiguous"], ranks=1)
+    return Space.of({"device": device, "functions": functions, "ranks": 1, "shared_ranks": 0})
 
 
 def routing_maps(

@@ -23,6 +23,7 @@ from conformance.engine.run.blame import blamed
 from conformance.interface import Implementation, load
 from conformance.report.terminal import picture
 from conformance.strategies import cases, check_function
+from conformance.texts import failure_text
 from conformance.usage import UsageError
 
 RIGHT = ("PASS", "UNINFORMATIVE")
@@ -104,28 +105,23 @@ def _case_of(function: str, description: Case | dict[str, Any] | str | None) -> 
     """The case that was passed, which must be one of the function's."""
     if isinstance(description, str):
         description = corpus.find(description, corpus.DEFAULT)
-    case = (
-        description
-        if isinstance(description, Case)
-        else corpus.checked(case_from({"function": function} | (description or {})))
-    )
+    if isinstance(description, Case):
+        case = description
+    else:
+        case = corpus.checked(case_from({"function": function} | (description or {})))
     if case.function != function:
         raise UsageError(f"the case is one of {case.function}; it must be one of {function}")
     return case
 
 
 def _judged(implementation: Implementation, case: Case, device: str) -> Outcome:
-    device_of_test = chosen_device(device)
-    case, outcome = blamed(
-        case,
-        evaluate(case, implementation, device_of_test),
-        lambda candidate: evaluate(candidate, implementation, device_of_test),
-    )
-    finding = outcome.finding
+    def outcome_of(case: Case) -> Outcome:
+        return evaluate(case, implementation, chosen_device(device))
+
+    case, outcome = blamed(case, outcome_of(case), outcome_of)
     if outcome.status not in (*RIGHT, UNSUPPORTED):
-        message = f"{finding['output']} [{finding['check']}] {finding['message']}" if finding else outcome.reason
+        message = failure_text(outcome.finding, outcome.reason)
         replay = f"moe-conformance replay '{case.text}' --impl {implementation.name}"
-        raise AssertionError(
-            f"{case.function}: {outcome.status}: {message}\n  case    {picture(case)}\n  replay  {replay}"
-        )
+        lines = f"{case.function}: {outcome.status}: {message}", f"  case    {picture(case)}", f"  replay  {replay}"
+        raise AssertionError("\n".join(lines))
     return outcome

@@ -1,5 +1,6 @@
 """Text from an implementation, which may be of any length, on one line of a report."""
 
+from collections.abc import Mapping
 from typing import Any
 
 LONGEST = 200  # characters
@@ -18,6 +19,11 @@ def shown(value: Any) -> str:
         return one_line(repr(value), 60)
     except Exception:
         return f"a {type(value).__name__} that cannot be printed"
+
+
+def failure_text(finding: Mapping[str, Any] | None, reason: str) -> str:
+    """What a finding says, or the reason why a case without a finding has failed."""
+    return f"{finding['output']} [{finding['check']}] {finding['message']}" if finding else reason
 
 
 def described(error: BaseException) -> str:

@@ -17,9 +17,7 @@ NARROW = {"bfloat16", "float16"}
 
 
 def autocast_dtype(problem: Problem) -> torch.dtype:
-    """The dtype of the autocast around a call: the 16-bit dtype of its inputs, or bfloat16 if no
-    input has one.
-    """
+    """The dtype of the autocast around a call: its inputs' 16-bit dtype, or bfloat16."""
     narrow = (x.dtype for x in problem.tensors.values() if x.dtype in (torch.bfloat16, torch.float16))
     return next(narrow, torch.bfloat16)
 

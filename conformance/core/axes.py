@@ -13,7 +13,7 @@ one class, run the same compiled kernels.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,11 @@ LATTICE = tuple(sorted({max(2**p + d, 0) for p in range(12) for d in (-1, 0, 1)}
 def sizes(least: int, most: int) -> st.SearchStrategy[int]:
     """Sizes from `least` to `most`; sizes around powers of two are likely."""
     return st.sampled_from([s for s in LATTICE if least <= s <= most]) | st.integers(least, most)
+
+
+def mostly(simplest: Any, alternatives: Sequence[Any]) -> st.SearchStrategy[Any]:
+    """The simplest value half of the time, else one of the alternatives."""
+    return st.sampled_from([simplest] * max(len(alternatives), 1) + [*alternatives])
 
 
 def shorter(size: int, least: int = 0) -> list[int]:
@@ -80,6 +85,10 @@ class Axis:
         """
         return [[changes] for changes in self.covered(signature)]
 
+    def changes_to(self, values: st.SearchStrategy[Any]) -> st.SearchStrategy[Changes]:
+        """Changes of the field to these values."""
+        return values.map(lambda value: {self.name: value})
+
     def wrong(self, value: Any) -> str:
         """A description of the legal values if `value` is not one of them; else an empty text."""
         return ""
@@ -94,22 +103,16 @@ class Axis:
             yield {self.name: self.default}
 
     def smaller(self, case: Any) -> Iterator[Changes]:
-        """Smaller values than the case's one, other than the default; the largest step comes
-        first.
-        """
+        """Smaller values than the case's, other than the default; the largest step first."""
         yield from ()
 
     def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
-        """The case's own value, then values that replace it if it does not fit the fields of
-        `mended`.
-        """
+        """The case's value, then values that may fit the fields of `mended` in its place."""
         yield {self.name: getattr(case, self.name)}
         yield {self.name: self.default}
 
     def other(self, case: Any) -> Changes:
-        """Another value for a second call that follows the first; empty if the axis changes
-        nothing.
-        """
+        """Another value for a second call after the first; empty if nothing changes."""
         return {}
 
     def alike(self, value: Any, second_value: Any) -> bool:
@@ -124,9 +127,7 @@ class Axis:
         return []
 
     def varied(self, case: Any, source: random.Random) -> Changes:
-        """A random value that runs the same kernels (`alike`), for an axis with many of them; else
-        empty.
-        """
+        """A random value for the same kernels (`alike`), of an axis with many; else empty."""
         return {}
 
 
@@ -153,7 +154,7 @@ class Size(Axis):
         return self.always or not self.letter or self.letter in signature.letters
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        return sizes(self.at_least, self.most).map(lambda n: {self.name: n})
+        return self.changes_to(sizes(self.at_least, self.most))
 
     def covered(self, signature: Signature) -> list[Changes]:
         has_letter = not self.letter or self.letter in signature.letters
@@ -201,7 +202,7 @@ class Seed(Axis):
     data: bool = True
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        return st.integers(0, self.most).map(lambda n: {self.name: n})
+        return self.changes_to(st.integers(0, self.most))
 
     def wrong(self, value: Any) -> str:
         return "" if type(value) is int else "a whole number"
@@ -228,25 +229,24 @@ class Choice(Axis):
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         """The simplest value with probability ½."""
-        simplest, *alternatives = self.values + self.also
-        return st.sampled_from([simplest] * max(len(alternatives), 1) + alternatives).map(
-            lambda value: {self.name: value}
-        )
+        simplest, *alternatives = self.legal_values(signature)
+        return self.changes_to(mostly(simplest, alternatives))
+
+    def legal_values(self, signature: Signature) -> Sequence[Any]:
+        """The values that a call of the function may have."""
+        return self.values + self.also
 
     def covered(self, signature: Signature) -> list[Changes]:
         return [{self.name: value} for value in self.values]
 
     def each(self, signature: Signature) -> list[list[Changes]]:
-        return [[{self.name: value}] for value in self.values + self.also]
+        return [[{self.name: value}] for value in self.legal_values(signature)]
 
     def wrong(self, value: Any) -> str:
         legal_values = self.values + self.also
         is_legal = any(type(value) is type(legal) and value == legal for legal in legal_values)
-        return (
-            ""
-            if is_legal
-            else f"one of {', '.join(repr(legal) if legal == '' else str(legal) for legal in legal_values)}"
-        )
+        texts = (repr(legal) if legal == "" else str(legal) for legal in legal_values)
+        return "" if is_legal else f"one of {', '.join(texts)}"
 
     def smaller(self, case: Any) -> Iterator[Changes]:
         """The values before the case's value in the list."""
@@ -284,17 +284,15 @@ class Dtype(Choice):
         taken = [{*(x.dtypes or values), *([""] if x.optional == self.name else [])} for x in inputs]
         return [value for value in values if all(value in dtypes_of_input for dtypes_of_input in taken)]
 
+    def legal_values(self, signature: Signature) -> Sequence[Any]:
+        return self.allowed(signature, self.values + self.also)
+
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        simplest, *alternatives = self.allowed(signature, self.values + self.also) or [self.default]
-        return st.sampled_from([simplest] * max(len(alternatives), 1) + alternatives).map(
-            lambda value: {self.name: value}
-        )
+        simplest, *alternatives = self.legal_values(signature) or [self.default]
+        return self.changes_to(mostly(simplest, alternatives))
 
     def covered(self, signature: Signature) -> list[Changes]:
         return [{self.name: value} for value in self.allowed(signature, self.values)]
-
-    def each(self, signature: Signature) -> list[list[Changes]]:
-        return [[{self.name: value}] for value in self.allowed(signature, self.values + self.also)]
 
 
 @dataclass(kw_only=True)
@@ -306,7 +304,7 @@ class Number(Choice):
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         if self.argument not in signature.required:
             return super().drawn(signature)
-        return st.sampled_from(self.values[1:]).map(lambda value: {self.name: value})
+        return self.changes_to(st.sampled_from(self.values[1:]))
 
     def covered(self, signature: Signature) -> list[Changes]:
         covered_values = [{self.name: value} for value in self.pairs]
@@ -328,10 +326,8 @@ class Number(Choice):
         return tuple(dict.fromkeys(chosen_values + self.pairs))
 
     def varied(self, case: Any, source: random.Random) -> Changes:
-        value = getattr(case, self.name)
-        alike = (
-            [candidate for candidate in self.values if self.alike(value, candidate)] if len(self.values) > FEW else []
-        )
+        value, is_listed = getattr(case, self.name), len(self.values) <= FEW
+        alike = [] if is_listed else [candidate for candidate in self.values if self.alike(value, candidate)]
         return {self.name: source.choice(alike)} if len(alike) > 1 else {}
 
     def smaller(self, case: Any) -> Iterator[Changes]:
@@ -359,9 +355,9 @@ class Words(Axis):
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         if not self.repeat:
-            return st.sampled_from(subsets(list(self.known))).map(lambda value: {self.name: value})
+            return self.changes_to(st.sampled_from(subsets(list(self.known))))
         words = st.lists(st.sampled_from(self.known), max_size=self.most)
-        return words.map(lambda words: {self.name: "+".join(words) or self.default})
+        return self.changes_to(words.map(lambda words: "+".join(words) or self.default))
 
     def covered(self, signature: Signature) -> list[Changes]:
         return [{self.name: value} for value in self.of]

@@ -89,17 +89,13 @@ class Case:
 
     @property
     def is_large(self) -> bool:
-        """Whether the case has tensors of so many elements that the reference takes much longer
-        than a kernel.
-        """
+        """Whether the reference takes much longer than a kernel for such large tensors."""
         lengths = sorted(getattr(self, axis.name) for axis in axes_of(type(self)).values() if isinstance(axis, Size))
         return len(lengths) > 1 and lengths[-1] * lengths[-2] * self.unit**2 > LARGE
 
     @property
     def is_heavy(self) -> bool:
-        """Whether the case takes gigabytes of a GPU, and seconds, because a layout spreads a tensor
-        over far addresses.
-        """
+        """Whether far addresses of a tensor make the case take gigabytes of a GPU, and seconds."""
         return self.layout in FAR
 
     @property
@@ -183,10 +179,7 @@ def case_from(record: Any) -> Case:
     fields_by_name = {field.name: field for field in fields(cls)}
     for name, value in record_fields.items():
         if name not in fields_by_name:
-            raise CaseError(
-                f"{name!r} is no field of a {record_fields['function']} case; "
-                f"its fields are {', '.join(fields_by_name)}"
-            )
+            raise CaseError(f"{name!r} is no field of a {function} case; its fields are {', '.join(fields_by_name)}")
         record_fields[name] = _earlier(value) if name == "before" else _decoded(name, value, fields_by_name[name])
     try:
         case = cls(**record_fields)
@@ -209,9 +202,7 @@ def _earlier(value: Any) -> tuple[Case, ...]:
 
 
 def in_turn(cases: list[Any]) -> list[Any]:
-    """The cases in turn, each with all the others as calls before it in the same process, in their
-    order.
-    """
+    """The cases in turn, each with the others as calls before it in its process, in order."""
     return [replace(case, before=(*cases[i + 1 :], *cases[:i])) for i, case in enumerate(cases)]
 
 

@@ -29,20 +29,16 @@ class Problem:
     producer: "Problem | None" = None  # makes the opaque input that this call consumes
     produced: Any = None  # the result of the reference's producer
     blame: str = ""  # the argument that makes the call illegal
-    # the rule is broken by values that only the device sees: a result that shows the error is
-    # enough
-    on_device: bool = False
+    on_device: bool = False  # only the device sees what is illegal: a result that shows the error is enough
     draws: bool = False  # it may draw from torch's generators
     same_as: "Problem | None" = None  # a legal call whose results are also right for the illegal one
-    script: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = (
-        None  # several calls: (implementation, placed inputs) -> named outputs
-    )
+    # several calls: (implementation, placed inputs) -> named outputs
+    script: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
     first: dict[str, Any] = field(default_factory=dict)  # arguments of a script's first call
     others: tuple[str, ...] = ()  # functions that this call needs in addition to the companions of all calls
     omitted: tuple[str, ...] = ()  # redundant settings, which are left out if the implementation has a default for them
-    read: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = (
-        None  # reads the outputs' contents after all calls: (implementation, outputs)
-    )
+    # reads the outputs' contents after all calls: (implementation, outputs)
+    read: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -100,18 +96,8 @@ class Contract(ABC, Generic[C]):
 
     def adopt(self, wrapped: "Contract[Any]") -> None:
         """Copy the function, its signature and the derived attributes from the wrapped contract."""
-        names = (
-            "function",
-            "case_type",
-            "signature",
-            "outputs",
-            "primary",
-            "optional",
-            "redundant",
-            "companions",
-            "static",
-        )
-        for name in names:
+        derived = ("outputs", "primary", "optional", "redundant", "companions", "static")
+        for name in ("function", "case_type", "signature", *derived):
             setattr(self, name, getattr(wrapped, name))
 
     @abstractmethod
@@ -141,8 +127,10 @@ class Contract(ABC, Generic[C]):
         """The call with these arguments and the case's gradients, cotangents and layout.
 
         Args:
+            required: the arguments that are passed by position.
+            settings: the arguments that are passed by keyword.
             lengths: dimensions by letter, where the case has no such size or has it in other units.
-            more: further fields of the Problem.
+            problem_fields: further fields of the Problem.
         """
         known_lengths = {
             axis.letter: getattr(case, name) for name, axis in axes_of(type(case)).items() if isinstance(axis, Size)

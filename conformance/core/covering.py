@@ -31,9 +31,7 @@ class Covered:
         return self.reached[-1] if self.reached else 0
 
     def first(self, most: int, share: float) -> list[Case]:
-        """The shortest run of first cases that has this share of the pairs, but at most `most`
-        cases.
-        """
+        """The first cases that have this share of the pairs, but at most `most` cases."""
         enough = (index for index, pairs in enumerate(self.reached) if pairs >= share * self.pairs)
         return self.cases[: min(most, next(enough, -1) + 1)]
 

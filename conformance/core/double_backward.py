@@ -8,8 +8,8 @@ from torch import Tensor
 
 import moe_ref
 from conformance.core.contract import Opaque
-from conformance.core.law import Law, Trial
-from conformance.core.tensors import SHARED, STRANGE, payload
+from conformance.core.law import Law, Trial, plain
+from conformance.core.tensors import STRANGE, payload
 from conformance.interface import named_outputs
 from conformance.judge import Finding
 
@@ -98,20 +98,16 @@ def _of_the_reference(trial: Trial, widen: bool) -> tuple[dict[str, Any], Second
 
 
 def _chose_otherwise(trial: Trial, outputs: Mapping[str, Any]) -> bool:
-    """Whether the implementation made another admissible choice: it broke a tie in another way, or
-    dropped another token.
-    """
-    integer_outputs = {name: x for name, x in outputs.items() if isinstance(x, Tensor) and not x.is_floating_point()}
-    chosen = {
-        name: y for name in integer_outputs if isinstance(y := trial.first.get(name), Tensor)
-    }  # None for a flag: False
-    return any(not torch.equal(integer_outputs[name].long(), y.long()) for name, y in chosen.items())
+    """Whether the call chose otherwise, rightly: at a tie, or which token it dropped."""
+    integers = {name: x for name, x in outputs.items() if isinstance(x, Tensor) and not x.is_floating_point()}
+    observed = {name: trial.first.get(name) for name in integers}  # None for a flag: False
+    return any(
+        isinstance(y, Tensor) and not torch.equal(integers[name].long(), y.long()) for name, y in observed.items()
+    )
 
 
 def _lacks(observed: Tensor, exact: Tensor, near: Tensor) -> bool:
-    """Whether more than half of a derivative is wrong, although it has no NaN and rounding does not
-    explain it.
-    """
+    """Whether more than half of a derivative is wrong, beyond rounding and without a NaN."""
     size = exact.norm()
     if not size.isfinite() or not size or (near.double() - exact).norm() > size / 8:
         return False
@@ -143,10 +139,8 @@ def _double_backward(trial: Trial) -> Finding | None:
 
 
 def _smooth(case: Any) -> bool:
-    """Whether many digits of the second derivatives are known. They are not for values that are
-    codes.
-    """
-    is_plain = not case.golden and not case.illegal and case.layout not in SHARED and bool(case.grads)
+    """Whether many digits of the second derivatives are known, as they are not for codes."""
+    is_plain = plain(case) and bool(case.grads)
     numbers = case.dtype in ("float32", "float64") and getattr(case, "values", "") not in STRANGE
     rounded = isinstance(scaling := getattr(case, "scaling", 0), str) and scaling
     return is_plain and numbers and not rounded and not getattr(case, "stored", False)

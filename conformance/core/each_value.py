@@ -69,27 +69,15 @@ def left_out(scope: Scope, cases: list[Any], bases: list[Any]) -> list[Any]:
 
 
 def _frozen(scope: Scope, cases: list[Any]) -> list[Any]:
-    """Cases in which one input with a gradient is frozen and all others are not, for each input
-    without such a case.
-    """
-
-    def others(case: Any, name: str) -> str:
-        return "+".join(
-            input_name
-            for input_name in scope.signature.wanted(case.changed(grads=all_gradients[case.text]))
-            if input_name != name
-        )
-
-    all_gradients = {case.text: scope.signature.all_gradients(case) for case in cases}
+    """For each input with a gradient a case in which it alone is frozen, if there is none."""
+    graded = [(case, scope.signature.all_gradients(case).split("+")) for case in cases]
     new_cases = []
     for name in scope.signature.gradients:
-        graded = [
-            case for case in cases if name in all_gradients[case.text].split("+") and "+" in all_gradients[case.text]
-        ]
-        if not any(case.grads == others(case, name) for case in graded):
-            candidates = (
-                case.changed(grads=others(case, name), law="") for case in graded if not case.is_large and case.grads
-            )
+        pairs = [(case, "+".join(x for x in names if x != name)) for case, names in graded if name in names]
+        pairs = [(case, grads) for case, grads in pairs if grads]
+        if not any(case.grads == grads for case, grads in pairs):
+            affordable = [(case, grads) for case, grads in pairs if not case.is_large and case.grads]
+            candidates = (case.changed(grads=grads, law="") for case, grads in affordable)
             new_cases += [case for case in candidates if scope.fits(case)][:1]
     return new_cases
 
@@ -195,9 +183,7 @@ def _of_data(scope: Scope, equals: list[Changes]) -> bool:
 
 
 def _placements(scope: Scope, cases: list[Any], fixed: Changes, equals: list[Changes]) -> Iterator[tuple[Any, Changes]]:
-    """Candidates that have one of the values and all fixed ones, each with the values that are
-    fixed from then on.
-    """
+    """Candidates with one of the values and all fixed ones, each with what is fixed then."""
     for case in cases:
         for changes in equals:
             if any(name in fixed for name in changes):

@@ -16,7 +16,7 @@ Rule = Callable[[Problem], Problem]
 
 
 def setting(name: str, value: object) -> Rule:
-    return lambda problem: replace(bare(problem), settings=problem.settings | {name: value}, blame=name)
+    return together(name, **{name: value})
 
 
 def bare(problem: Problem) -> Problem:
@@ -31,16 +31,19 @@ def only_setting(name: str, value: object) -> Rule:
 def one_more(name: str, dim: int = 0) -> Rule:
     """The input with one entry more than the other inputs allow."""
 
-    def break_it(problem: Problem) -> Problem:
-        x = problem.tensors[name]
+    def extended(x: torch.Tensor) -> torch.Tensor:
         extra = torch.zeros([1 if d == dim else n for d, n in enumerate(x.shape)], dtype=x.dtype)
-        return replace(bare(problem).with_tensors({name: torch.cat([x, extra], dim)}), blame=name)
+        return torch.cat([x, extra], dim)
 
-    return break_it
+    return changed(name, extended)
+
+
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Rule:
+    return lambda problem: replace(bare(problem).with_tensors({name: change(problem.tensors[name])}), blame=name)
 
 
 def flat(name: str) -> Rule:
-    return lambda problem: replace(bare(problem).with_tensors({name: problem.tensors[name].reshape(-1)}), blame=name)
+    return changed(name, lambda x: x.reshape(-1))
 
 
 def index_too_large(problem: Problem) -> Problem:
@@ -49,19 +52,13 @@ def index_too_large(problem: Problem) -> Problem:
 
 
 def index_too_large_for_a_slot(problem: Problem) -> Problem:
-    """The same where slots may be empty: an index that no expert has may be read as an empty
-    slot.
-    """
+    """The same where slots may be empty: an unknown expert may be read as an empty slot."""
     empty = bare(problem).with_tensors({"indices": torch.full_like(problem.required["indices"], -1)})
     return replace(index_too_large(problem), on_device=True, same_as=empty)
 
 
-def added(name: str, value: torch.Tensor) -> Rule:
-    return lambda problem: replace(bare(problem), settings=problem.settings | {name: value}, blame=name)
-
-
 def in_dtype(name: str, dtype: torch.dtype) -> Rule:
-    return lambda problem: replace(bare(problem).with_tensors({name: problem.tensors[name].to(dtype)}), blame=name)
+    return changed(name, lambda x: x.to(dtype))
 
 
 def with_values(name: str, value: torch.Tensor) -> Rule:

@@ -97,9 +97,7 @@ class Parts(Axis):
         return len(value) == len(second_value)
 
     def varied(self, case: Any, source: random.Random) -> Changes:
-        """As many entries with the same sum: the sum is cut at random positions, so that some
-        entries are 0.
-        """
+        """As many entries with the same sum, which is cut at random positions; some are 0."""
         entries = getattr(case, self.name)
         unit = math.gcd(*entries)  # a recipe may want multiples of its block
         if not unit:

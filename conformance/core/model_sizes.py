@@ -138,9 +138,7 @@ def _affordable(case: Any, name: str, length: int, lengths: Collection[int]) -> 
 
 
 def _sizes(size: int, odd: bool) -> list[int]:
-    """The size itself or its neighbour, then larger sizes, of which an interleave must divide
-    one.
-    """
+    """The size or its neighbour, then larger sizes, one of which an interleave must divide."""
     step = LINE if size % LINE == 0 and not odd else 1
     return [size + odd + step * i for i in range(TRIED)]
 

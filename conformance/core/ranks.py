@@ -15,9 +15,7 @@ from conformance.core.contract import C, Contract, Problem, shared
 from conformance.judge import Expectation
 from conformance.judge.exact import bits
 
-Worldwide = tuple[
-    list[Problem], list[dict[str, Expectation]]
-]  # a golden case: the call and the expectations of each rank
+Worldwide = tuple[list[Problem], list[dict[str, Expectation]]]  # a golden case: call and expectations of each rank
 
 
 @dataclass
@@ -36,9 +34,7 @@ class RankContext:
         return 0 < self.gpus < self.ranks
 
     def transport(self, name: str = "") -> str:
-        """How these ranks exchange data, which is the transport of the group by default, and on
-        which devices.
-        """
+        """How these ranks exchange data, by default as their group does, and on what."""
         if not self.gpus:
             return f"{name or 'gloo'} between CPUs"
         if self.shares_gpu:
@@ -79,12 +75,8 @@ class Collective(Ranked[C]):
     """Inputs, expected outputs and laws of a function that requires a process group."""
 
     def connected(self, call: Problem, context: RankContext) -> Problem:
-        chain = (
-            replace(call.producer, settings=call.producer.settings | {"group": context.group})
-            if call.producer
-            else None
-        )
-        return replace(call, settings=call.settings | {"group": context.group}, producer=chain)
+        producer = self.connected(call.producer, context) if call.producer else None
+        return replace(call, settings=call.settings | {"group": context.group}, producer=producer)
 
     def legal(self, case: C) -> Problem:
         return self.calls(case)[0]
@@ -128,9 +120,8 @@ class AtRank(Contract[C], Generic[C]):
 
 def digest(call: Problem) -> int:
     """Checksum of the call's tensors, comparable across processes."""
-    return crc32(
-        b"".join(name.encode() + bits(x).tobytes() for name, x in sorted((call.tensors | call.cotangents).items()))
-    )
+    tensors = sorted((call.tensors | call.cotangents).items())
+    return crc32(b"".join(name.encode() + bits(x).tobytes() for name, x in tensors))
 
 
 def ranks_of(contract: Contract[Any], case: Case) -> int:

@@ -53,11 +53,6 @@ def any_of_equals(expected: dict[str, Expectation]) -> dict[str, Expectation]:
     return {name: replace(x, lowest=False) if isinstance(x, Chosen) else x for name, x in expected.items()}
 
 
-def _token_reversal(trial: Trial) -> Finding | None:
-    """Tokens in the opposite order: each token keeps its results."""
-    return _judged(trial, "token_reversal", upside_down, upside_down)
-
-
 def _batch_concat(trial: Trial) -> Finding | None:
     """The same tokens with others after them: each token keeps its results."""
     return _judged(
@@ -79,7 +74,7 @@ def reversal(name: str, letter: str, applies: Callable[[Any], bool]) -> Law:
     return Law(name, check, applies)
 
 
-TOKEN_REVERSAL = Law("token_reversal", _token_reversal, plain)
+TOKEN_REVERSAL = reversal("token_reversal", TOKENS, plain)  # each token keeps its results
 BATCH_CONCAT = Law(
     "batch_concat",
     _batch_concat,

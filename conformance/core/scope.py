@@ -67,9 +67,7 @@ class Scope:
         return [law.name for law in laws if law.holds(case, self.space.device)]
 
     def cheap_laws(self, case: Case) -> list[str]:
-        """The same without laws that run other kernels, if few kernels shall be compiled. There is
-        always one.
-        """
+        """The same, if few kernels shall be compiled without laws that need others; not none."""
         laws = self.laws(case)
         return [name for name in laws if not self.contract.laws[name].recompiles] or laws
 
@@ -243,9 +241,7 @@ class Scope:
         return {name: values for name, values in taken.items() if len(values) > 1}
 
     def _unlike(self, values: tuple[tuple[tuple[str, Any], ...], ...]) -> tuple[tuple[tuple[str, Any], ...], ...]:
-        """Those of the changes that run different kernels: of several that run the same kernels,
-        the first.
-        """
+        """The changes that run different kernels: of several that run the same, the first."""
         axes, distinct = axes_of(self.contract.case_type), list[Changes]()
         for changes in map(dict, values):
             defaults = {
@@ -316,9 +312,7 @@ class Scope:
         return fitting[:1] if self.space.few_kernels or self.weight < SLOW else fitting
 
     def placed(self, cases: list[Any], layout: str) -> list[Any]:
-        """The cases, and each contiguous one again with another tensor in this layout, as long as
-        there are tensors.
-        """
+        """The cases; contiguous ones with another tensor in this layout, while any is left."""
         placed_cases, remaining = [], [name for name, dims in self.signature.placed.items() if dims]
         for case in cases:
             placed = [case.changed(layout=layout, layout_of=name) for name in remaining if case.layout == "contiguous"]

@@ -64,7 +64,7 @@ class SharedOut(Ranked[C]):
     ) -> None:
         """
         Args:
-            alone: the one-process contract.
+            contract: the one-process contract.
             weights: inputs equal on all ranks; the others have one row per token.
             sums: outputs summed over ranks (weight gradients); the others have one row per token.
             same: outputs equal on all ranks.
@@ -98,11 +98,9 @@ class SharedOut(Ranked[C]):
         return self.calls(case)[0] if case.counts else self.alone.legal(case)
 
     def expected(self, case: Any, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        return (
-            self.right_at(0, case, self.calls(case), declared)
-            if case.counts
-            else self.alone.expected(case, problem, declared)
-        )
+        if case.counts:
+            return self.right_at(0, case, self.calls(case), declared)
+        return self.alone.expected(case, problem, declared)
 
     def explain(self, problem: Problem, output: str, index: tuple[int, ...], observed: Tensor) -> str | None:
         return self.alone.explain(problem, output, index, observed)

@@ -29,11 +29,8 @@ def _one_process(trial: Trial) -> Finding | None:
     rows = slice(sum(case.counts[: at.place.rank]), sum(case.counts[: at.place.rank + 1]))
     findings = []
     for name, expectation in shared.alone.expected(case, problem, trial.declared).items():
-        mine, single_process = (
-            x.resolve(of) for x, of in ((trial.expected[name], trial.first), (expectation, outputs))
-        )
         share, all_of = trial.first[name].double(), outputs[name].double()
-        off, off_whole = _bound(mine), _bound(single_process)
+        off, off_whole = _bound(trial.expected[name].resolve(trial.first)), _bound(expectation.resolve(outputs))
         named = name.removeprefix("d_").rpartition(".")[2]
         if named in shared.sums:
             both = torch.stack([share, off])
@@ -42,13 +39,9 @@ def _one_process(trial: Trial) -> Finding | None:
         elif named not in shared.same:
             all_of, off_whole = all_of[rows], off_whole[rows]
         findings.append(judge(name, Bounded(all_of, off + off_whole, torch.float64, torch.float64), share))
-    first_finding = next(filter(None, findings), None)
-    return first_finding and Finding(
-        first_finding.output,
-        "one_process",
-        f"{first_finding.message} (of one process with the tokens of all ranks)",
-        first_finding.index,
-    )
+    first = next(filter(None, findings), None)
+    text = f"{first.message} (of one process with the tokens of all ranks)" if first else ""
+    return first and Finding(first.output, "one_process", text, first.index)
 
 
 def _bound(expected: Expectation) -> Tensor:

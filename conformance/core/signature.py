@@ -135,9 +135,7 @@ class Signature:
         ]
 
     def negatable(self, case: Any) -> Iterator[str]:
-        """Inputs and cotangents of the case that torch can negate lazily; none where NaNs are
-        moved.
-        """
+        """Inputs and cotangents that torch can negate lazily; none where NaNs are moved."""
         if getattr(case, "values", "") in STRANGE:
             return
         for x in (*self.made_from, *self.inputs):

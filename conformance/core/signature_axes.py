@@ -21,12 +21,10 @@ class Gradients(Axis):
         return bool(signature.gradients)
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        return some_of(tuple(signature.gradients)).map(lambda value: {self.name: value})
+        return self.changes_to(some_of(tuple(signature.gradients)))
 
     def covered(self, signature: Signature) -> list[Changes]:
-        """For up to two inputs every subset; for more inputs none of them, each by itself, and
-        all.
-        """
+        """Of up to two inputs every subset; of more inputs none, each one, and all."""
         names = signature.gradients
         if len(names) < 3:
             return [{self.name: value} for value in subsets(names)]
@@ -54,7 +52,7 @@ class Unused(Axis):
         return len(signature.differentiable) > 1
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        return st.sampled_from(["", "", "", *signature.differentiable]).map(lambda name: {self.name: name})
+        return self.changes_to(st.sampled_from(["", "", "", *signature.differentiable]))
 
     def covered(self, signature: Signature) -> list[Changes]:
         return [{self.name: name} for name in ("", *signature.differentiable)]
@@ -84,14 +82,11 @@ class Layout(Axis):
 
     def each(self, signature: Signature) -> list[list[Changes]]:
         """Each layout with near addresses, for any tensor."""
-        placements = [
-            *signature.layouts(far=False),
-            *((of, x) for x in ("negated", "sliced") for of in signature.placed),
-        ]
-        return [
-            [self.placed(x, of) for of, x in placements if x == layout]
-            for layout in dict.fromkeys(x for _, x in placements)
-        ]
+        whole = [(of, x) for x in ("negated", "sliced") for of in signature.placed]
+        by_layout: dict[str, list[Changes]] = {}
+        for of, layout in [*signature.layouts(far=False), *whole]:
+            by_layout.setdefault(layout, []).append(self.placed(layout, of))
+        return [*by_layout.values()]
 
     def wrong(self, value: Any) -> str:
         return "" if value in LAYOUTS else f"one of {', '.join(LAYOUTS)}"

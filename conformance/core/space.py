@@ -5,14 +5,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from conformance.core.axes import mostly as mostly
 from conformance.core.axes import sizes as sizes
 from conformance.core.axes import subsets
 
-DTYPES = ("float32", "bfloat16", "float16")
-LOGIT_DTYPES = (*DTYPES, "float64")
-MOVED_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e5m2", "uint8")
-POISONS = ("nan", "max", "zero")
-LAYOUTS = ("contiguous", "transposed", "strided", "shifted")
+LOGIT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 ALIGNMENTS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
 MAP_DTYPES = ("bool", "uint8", "int32", "int64")
 
@@ -62,11 +59,6 @@ class Space:
             *(description["device"], without, denied["differentiable"], denied["noncontiguous"]),
             *(description["ranks"], description["shared_ranks"]),
         )
-
-
-def mostly(simplest: str, alternatives: tuple[str, ...]) -> st.SearchStrategy[str]:
-    """The simplest value half of the time, else one of the alternatives."""
-    return st.sampled_from((simplest,) * max(len(alternatives), 1) + alternatives)
 
 
 def some_of(names: tuple[str, ...]) -> st.SearchStrategy[str]:

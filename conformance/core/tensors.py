@@ -172,9 +172,7 @@ def _of_wider(shape: torch.Size, extra_columns: int) -> list[int]:
 
 
 def _overlapping(x: Tensor) -> Tensor:
-    """All rows overlap in one line: the elements of the first row, then the last element of each
-    further row.
-    """
+    """All rows in one line: the first row, then the last element of each further row."""
     if x.dim() < 2 or not x.numel():
         return x
     kind, payload = x.dtype, x.view(torch.uint8) if x.element_size() == 1 else x

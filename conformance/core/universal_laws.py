@@ -9,7 +9,7 @@ from torch import Tensor
 
 from conformance.core.autocast import AUTOCAST
 from conformance.core.contract import Contract, Problem
-from conformance.core.law import Law, Outputs, Trial, next_values, same, upside_down
+from conformance.core.law import Law, Outputs, Trial, next_values, plain, same, upside_down
 from conformance.core.scope import Scope
 from conformance.core.space import Space
 from conformance.core.tensors import SHARED
@@ -17,9 +17,7 @@ from conformance.judge import Exact, Expectation, Finding
 
 
 def neighbours(contract: Contract[Any], case: Any) -> tuple[Any, Any]:
-    """Cases that can run right after this one: with other settings and sizes, and with other
-    values.
-    """
+    """Cases that can run right after this one: with other settings, and with other values."""
     return Scope(contract, Space()).neighbour(case), replace(case, law="", before=(), seed=case.seed + 1)
 
 
@@ -34,9 +32,7 @@ def _history(trial: Trial) -> Finding | None:
 
 
 def _determinism(trial: Trial) -> Finding | None:
-    """The same call again, while fresh memory has other contents and torch's generator has another
-    state.
-    """
+    """The same call again, with other contents of fresh memory and another generator state."""
     second_poison = {"nan": "zero", "zero": "max", "max": "nan"}[trial.case.poison]
     with torch.random.fork_rng():
         torch.manual_seed(trial.case.seed + 1)
@@ -55,12 +51,9 @@ def _other_values(problem: Problem) -> Problem:
     reversed_tensors = {
         name: upside_down(x) for name, x in problem.tensors.items() if name not in ("chunk_sizes", "order")
     }
-    signed = {
-        name: x
-        for name, x in reversed_tensors.items()
-        if x.is_floating_point() and x.element_size() > 1 and name not in NOT_NEGATIVE
-    }
-    return problem.with_tensors(reversed_tensors | {name: -x / 4 for name, x in signed.items()})
+    wide = {name: x for name, x in reversed_tensors.items() if x.is_floating_point() and x.element_size() > 1}
+    signed = {name: -x / 4 for name, x in wide.items() if name not in NOT_NEGATIVE}
+    return problem.with_tensors(reversed_tensors | signed)
 
 
 def overwritten(trial: Trial, second: Problem, expectations: dict[str, Expectation]) -> Finding | None:
@@ -116,26 +109,17 @@ def _may_overwrite(trial: Trial, second_problem: Problem) -> bool:
     def placed(problem: Problem) -> dict[str, tuple[torch.Size, torch.dtype]]:
         return {name: (x.shape, x.dtype) for name, x in problem.masters.items()}
 
-    own_memory = trial.case.layout not in SHARED and not trial.problem.producer
-    return (
-        own_memory and trial.problem.wanted == second_problem.wanted and placed(trial.problem) == placed(second_problem)
-    )
+    problem, own_memory = trial.problem, trial.case.layout not in SHARED and not trial.problem.producer
+    return own_memory and problem.wanted == second_problem.wanted and placed(problem) == placed(second_problem)
 
 
-def _other_thread(trial: Trial) -> Finding | None:
-    """The same call in a thread that has made none before."""
-    return trial.repeats("other_thread", trial.run(trial.problem, manner="thread"))
-
-
-def _inference_mode(trial: Trial) -> Finding | None:
-    """The same call under `torch.inference_mode`."""
-    return trial.repeats("inference_mode", trial.run(trial.problem, manner="inference"))
+def _same_in(manner: str, law: str, applies: Callable[[Any], bool]) -> Law:
+    """The law that the same call gives the same results in this manner."""
+    return Law(law, lambda trial: trial.repeats(law, trial.run(trial.problem, manner=manner)), applies)
 
 
 def _no_grad(trial: Trial) -> Finding | None:
-    """The same call under `torch.no_grad`, although its inputs require gradients: no result may
-    have a graph.
-    """
+    """The same call under `torch.no_grad`, with inputs that require gradients: no graph."""
     gradients = {f"d_{name}" for name in trial.problem.wanted}
     results = {name: x for name, x in trial.expected.items() if name not in gradients}
     outputs = trial.run(trial.problem, manner="no_grad")
@@ -143,9 +127,7 @@ def _no_grad(trial: Trial) -> Finding | None:
 
 
 def _accumulated(trial: Trial) -> Finding | None:
-    """Gradients of views are added to a `.grad` of zeros by two backward passes, and have equal
-    numbers.
-    """
+    """Two backward passes add gradients of views to a `.grad` of zeros, with equal numbers."""
     numbers = {
         name: replace(x, kind="values") if isinstance(x, Exact) and x.kind == "bits" and name[:2] == "d_" else x
         for name, x in trial.expected.items()
@@ -183,9 +165,7 @@ def _host_sync(trial: Trial) -> Finding | None:
 
 
 def _graph_capture(trial: Trial) -> Finding | None:
-    """A graph is captured with one set of values and replayed with another, where this is
-    declared.
-    """
+    """A captured graph is replayed with other values, where that is declared."""
     if not trial.declared.get("graph_capturable"):
         return None
     second = _other_values(trial.problem)
@@ -196,28 +176,24 @@ def _is_drawn(case) -> bool:
     return not case.golden and not case.illegal
 
 
-def _has_values(case) -> bool:
-    return not case.golden and not case.illegal and case.layout not in SHARED
-
-
 def _static(case) -> bool:
     """Whether the host knows all sizes, and no gradients are wanted."""
-    return bool(_has_values(case) and case.sized and not case.grads and case.layout == "contiguous")
+    return bool(plain(case) and case.sized and not case.grads and case.layout == "contiguous")
 
 
 HISTORY = Law("history", _history, _is_drawn, recompiles=True)
 DETERMINISM = Law("determinism", _determinism, _is_drawn)
 REPEATED = Law("repeated", _repeated, _is_drawn)
 INTERLEAVED = Law("interleaved", _interleaved, _is_drawn)
-OTHER_THREAD = Law("other_thread", _other_thread, _is_drawn)
-INFERENCE_MODE = Law("inference_mode", _inference_mode, lambda case: _is_drawn(case) and not case.grads)
+OTHER_THREAD = _same_in("thread", "other_thread", _is_drawn)  # a thread that has made no call before
+INFERENCE_MODE = _same_in("inference", "inference_mode", lambda case: _is_drawn(case) and not case.grads)
 NO_GRAD = Law("no_grad", _no_grad, lambda case: _is_drawn(case) and bool(case.grads), gradients=True)
 ACCUMULATED = Law("accumulated", _accumulated, lambda case: _is_drawn(case) and bool(case.grads), gradients=True)
 OWN_MEMORY = Law(
     "own_memory", _own_memory, lambda case: _is_drawn(case) and bool(case.grads), gradients=True, may_raise=True
 )
-BUFFER_REUSE = Law("buffer_reuse", _buffer_reuse, lambda case: _has_values(case) and not case.grads)
-LATE_PRODUCER = Law("late_producer", _late_producer, _has_values, device="cuda")
+BUFFER_REUSE = Law("buffer_reuse", _buffer_reuse, lambda case: plain(case) and not case.grads)
+LATE_PRODUCER = Law("late_producer", _late_producer, plain, device="cuda")
 HOST_SYNC = Law("host_sync", _host_sync, _static, device="cuda")
 GRAPH_CAPTURE = Law("graph_capture", _graph_capture, _static, device="cuda")
 CALLS = (
@@ -232,9 +208,7 @@ STATIC = (HOST_SYNC, GRAPH_CAPTURE)
 
 
 def taken_before(trial: Trial) -> Outputs:
-    """The results of a call whose handle or row map has been used before, by another call with
-    other rows.
-    """
+    """The results of a call whose handle or row map another call has used, with other rows."""
     rows = trial.problem.required["rows"]
     earlier_call = replace(trial.problem.with_tensors({"rows": -rows}), wanted=(), cotangents={}, layouts={})
     return trial.run(trial.problem, before=earlier_call)
@@ -278,11 +252,8 @@ def _adjointness(trial: Trial) -> Finding | None:
     forward_product, backward_product = _inner(cotangent, trial.first[out]), _inner(gradient, x)
     if forward_product == backward_product:
         return None
-    return Finding(
-        f"d_{into}",
-        "adjointness",
-        f"⟨d_{out}, {out}⟩ = {forward_product:.9g}, but ⟨d_{into}, {into}⟩ = {backward_product:.9g}",
-    )
+    products = f"⟨d_{out}, {out}⟩ = {forward_product:.9g}, but ⟨d_{into}, {into}⟩ = {backward_product:.9g}"
+    return Finding(f"d_{into}", "adjointness", products)
 
 
 def _inner(a: Tensor, b: Tensor) -> float:
@@ -295,10 +266,8 @@ def _inner(a: Tensor, b: Tensor) -> float:
 
 
 def _doubles(case) -> bool:
-    is_plain = not case.golden and not case.illegal and case.layout not in SHARED
-    return (
-        is_plain and case.dtype in ("float32", "bfloat16", "float16") and getattr(case, "values", "dyadic") != "special"
-    )
+    is_special = getattr(case, "values", "dyadic") == "special"
+    return plain(case) and case.dtype in ("float32", "bfloat16", "float16") and not is_special
 
 
 SCALING = Law("scaling", _scaling, _doubles)

@@ -101,9 +101,7 @@ class Term:
 
 
 def decoded(text: str, field: Any) -> Any:
-    """The value of a case's field that the text writes, or the text itself if the field has another
-    type.
-    """
+    """The value of a case's field that the text writes; the text if the type is another one."""
     default = field.default
     if isinstance(default, bool):
         return {"true": True, "false": False}.get(text, text)
@@ -161,9 +159,7 @@ class Where:
         raise UsageError(f"{source}: no function has cases of which all terms can be true")
 
     def steered(self, scope: Scope, case: Any, source: random.Random) -> Any | None:
-        """The case, or the nearest one that fits and matches the predicate; None if no near case
-        does.
-        """
+        """The case, or the nearest that fits and matches; None if no near case does."""
         if self.holds(case):
             return case
         changes = {}

@@ -1,6 +1,4 @@
-"""Imports torch without garbage collection, which would walk all objects of the import and free
-nothing.
-"""
+"""Imports torch without garbage collection, which would walk all its objects and free nothing."""
 
 import gc
 import sys

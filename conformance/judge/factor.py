@@ -11,7 +11,7 @@ def plain_factor(expected: np.ndarray, got: np.ndarray, bound: np.ndarray) -> st
     """The n of `got` = n · `expected` within the bound, for every clear value; "" if there is none.
 
     Args:
-        right, got, bound: float64, of one shape; bound: the largest error of an honest result.
+        expected, got, bound: float64, of one shape; `bound`: the largest error of an honest result.
     """
     with np.errstate(invalid="ignore"):
         clear = np.isfinite(expected) & np.isfinite(got) & np.isfinite(bound) & (np.abs(expected) > CLEAR * bound)

@@ -80,15 +80,9 @@ def home(implementation: str) -> Path:
 
 def enclosing_function(mutant: SourceMutant) -> str:
     """The qualified name of the innermost function that the change is in."""
-    around = sorted(
-        (
-            node
-            for node in ast.walk(ast.parse(mutant.source))
-            if isinstance(node, ast.FunctionDef | ast.ClassDef)
-            and node.lineno <= mutant.line <= (node.end_lineno or node.lineno)
-        ),
-        key=lambda node: node.lineno,
-    )
+    nodes = (x for x in ast.walk(ast.parse(mutant.source)) if isinstance(x, ast.FunctionDef | ast.ClassDef))
+    around = [node for node in nodes if node.lineno <= mutant.line <= (node.end_lineno or node.lineno)]
+    around.sort(key=lambda node: node.lineno)
     while around and isinstance(around[-1], ast.ClassDef):
         around.pop()
     qualified_names = [node.name if isinstance(node, ast.ClassDef) else f"{node.name}.<locals>" for node in around]
@@ -190,11 +184,7 @@ def _thinned(edits: list[Edit]) -> list[Edit]:
             edit = min(here, key=lambda edit: (edit.operator in COMMON, used[edit.operator], edit))
             used[edit.operator] += 1
             chosen.append(edit)
-            here = [
-                candidate
-                for candidate in here
-                if candidate != edit
-                and not (candidate.operator in COMMON and (candidate.operator == edit.operator or len(chosen) > 1))
-            ]
+            refused = {edit.operator, *(COMMON if len(chosen) > 1 else ())} & {*COMMON}
+            here = [candidate for candidate in here if candidate != edit and candidate.operator not in refused]
         retained += chosen
     return sorted(retained)

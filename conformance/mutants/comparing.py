@@ -106,9 +106,7 @@ def _may_run_twice(text: str) -> bool:
 def _written(
     source: str, begin: int, end: int, inner: list[Place], changes: dict[Place, list[tuple[str, str]]]
 ) -> Iterator[str]:
-    """The pieces of source[begin:end] with its comparisons written out, outer ones around inner
-    ones.
-    """
+    """The pieces of source[begin:end] with its comparisons, outer ones around inner ones."""
     while inner:
         outermost = inner[0]
         within = [candidate for candidate in inner[1:] if candidate.end <= outermost.end]

@@ -18,6 +18,7 @@ PLAIN_NAMES = re.compile(
     r"(?i)block_\w+|num_(warps|stages|ctas)|sem|cache_modifier|eviction_policy|device|strict|non_blocking|bitcast"
 )
 PLAIN_NODES = (cst.Annotation, cst.Raise, cst.Assert, cst.Import, cst.ImportFrom, cst.BaseString)
+LOOSE = (cst.BinaryOperation, cst.BooleanOperation, cst.UnaryOperation, cst.Comparison, cst.IfExp)
 
 Parents = Mapping[cst.CSTNode, cst.CSTNode]
 Changes = Iterator[tuple[cst.CSTNode, str]]
@@ -58,11 +59,8 @@ def _function(node: cst.FunctionDef, parents: Parents) -> Function:
     ]
     constants = frozenset(name for name, annotation in annotated if annotation.endswith("constexpr"))
     dtypes = "|".join(["tl.float32", "tl.float64", *constants])
-    sums = (
-        re.findall(rf"^\s*(\w+) = tl\.(?:zeros|full)\(.*\b(?:{dtypes})\)", _code(node.body), re.MULTILINE)
-        if kernel
-        else []
-    )
+    zeros = rf"^\s*(\w+) = tl\.(?:zeros|full)\(.*\b(?:{dtypes})\)"
+    sums = re.findall(zeros, _code(node.body), re.MULTILINE) if kernel else []
     return Function(kernel, constants, frozenset(sums), parents)
 
 
@@ -86,11 +84,8 @@ def _code(node: cst.CSTNode) -> str:
 
 def _term(node: cst.BaseExpression) -> str:
     """Code that is valid next to any operator, parenthesised if necessary."""
-    loose = (
-        isinstance(node, cst.BinaryOperation | cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.IfExp)
-        and not node.lpar
-    )
-    return f"({_code(node)})" if loose else _code(node)
+    is_loose = isinstance(node, LOOSE) and not node.lpar
+    return f"({_code(node)})" if is_loose else _code(node)
 
 
 def _bare(node: cst.BaseExpression, **changed_fields: object) -> str:
@@ -100,13 +95,8 @@ def _bare(node: cst.BaseExpression, **changed_fields: object) -> str:
 
 def _callee(call: cst.Call) -> str:
     """The last name of the called expression."""
-    return (
-        call.func.attr.value
-        if isinstance(call.func, cst.Attribute)
-        else call.func.value
-        if isinstance(call.func, cst.Name)
-        else ""
-    )
+    name = call.func.attr if isinstance(call.func, cst.Attribute) else call.func
+    return name.value if isinstance(name, cst.Name) else ""
 
 
 def _renamed(call: cst.Call, names: Mapping[str, str]) -> str:
@@ -126,16 +116,16 @@ LOWER_DTYPE = {
     "torch.float32": "torch.bfloat16",
     "torch.float64": "torch.float32",
 }
+OF_AXIS = ("program_id", "num_programs", "stride", "size")  # functions whose argument is an axis
+SEQUENCES = (cst.BaseString, cst.Tuple, cst.List)
 ROUNDED = ".to(tl.float32).to(tl.bfloat16)"  # through float32: no cast is direct from float64
 
 
 def comparison(node: cst.CSTNode, function: Function) -> Changes:
     """Off by one element: a boundary on the wrong side."""
     if isinstance(node, cst.Comparison):
-        tokens = [
-            _code(node.left),
-            *(_code(token_text) for target in node.comparisons for token_text in (target.operator, target.comparator)),
-        ]
+        operands = (x for target in node.comparisons for x in (target.operator, target.comparator))
+        tokens = [_code(node.left), *map(_code, operands)]
         for i, token_text in enumerate(tokens):
             token = token_text.strip()
             if i % 2 and token in OTHER_BOUND:
@@ -158,12 +148,10 @@ def off_by_one(node: cst.CSTNode, function: Function) -> Changes:
             yield fill, OTHER_NUMBER[_code(fill)]
         case cst.Subscript(value=value) if not _code(value).endswith(".shape"):
             for element in node.slice:
-                bounds = [
-                    bound
-                    for bound in (getattr(element.slice, name, None) for name in ("value", "lower", "upper"))
-                    if bound
-                ]
-                yield from ((bound, OTHER_NUMBER[_code(bound)]) for bound in bounds if _code(bound) in OTHER_NUMBER)
+                bounds = (getattr(element.slice, name, None) for name in ("value", "lower", "upper"))
+                for bound in filter(None, bounds):
+                    if (number := _code(bound)) in OTHER_NUMBER:
+                        yield bound, OTHER_NUMBER[number]
 
 
 def dropped_mask(node: cst.CSTNode, function: Function) -> Changes:
@@ -177,32 +165,19 @@ def dropped_mask(node: cst.CSTNode, function: Function) -> Changes:
             masks = [arg.value for arg in args if arg.keyword and arg.keyword.value == "mask"]
             # a conjunction loses one condition at a time
             if masks and not isinstance(masks[0], cst.BinaryOperation):
-                remaining_arguments = [
-                    arg for arg in args if not (arg.keyword and arg.keyword.value in ("mask", "other"))
-                ]
-                yield (
-                    node,
-                    _bare(
-                        node,
-                        args=[
-                            *remaining_arguments[:-1],
-                            remaining_arguments[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT),
-                        ],
-                    ),
-                )
+                *first, last = [arg for arg in args if not (arg.keyword and arg.keyword.value in ("mask", "other"))]
+                yield node, _bare(node, args=[*first, last.with_changes(comma=cst.MaybeSentinel.DEFAULT)])
 
 
 def dropped_cast(node: cst.CSTNode, function: Function) -> Changes:
     """row × stride in 32 bits, which overflows beyond 2³¹ elements."""
     match node:
-        case cst.Call(func=cst.Attribute(value=value), args=[cst.Arg(value=dtype)]) if _callee(node) == "to" and _code(
-            dtype
-        ) in ("tl.int64", "torch.int64"):
-            yield node, _term(value)
-        case cst.Call(args=[cst.Arg(value=value), cst.Arg(value=dtype)]) if (
-            _callee(node) == "cast" and _code(dtype) == "tl.int64"
-        ):
-            yield node, _term(value)
+        case cst.Call(func=cst.Attribute(value=value), args=[cst.Arg(value=dtype)]) if _callee(node) == "to":
+            if _code(dtype) in ("tl.int64", "torch.int64"):
+                yield node, _term(value)
+        case cst.Call(args=[cst.Arg(value=value), cst.Arg(value=dtype)]) if _callee(node) == "cast":
+            if _code(dtype) == "tl.int64":
+                yield node, _term(value)
 
 
 def swapped_axes(node: cst.CSTNode, function: Function) -> Changes:
@@ -210,12 +185,7 @@ def swapped_axes(node: cst.CSTNode, function: Function) -> Changes:
     match node:
         case cst.Arg(keyword=cst.Name(value="axis" | "dim" as keyword), value=cst.Integer(value="0" | "1" as axis)):
             yield node, f"{keyword}={OTHER_NUMBER[axis]}"
-        case cst.Call(args=[cst.Arg(value=cst.Integer(value="0" | "1" as axis))]) if _callee(node) in (
-            "program_id",
-            "num_programs",
-            "stride",
-            "size",
-        ):
+        case cst.Call(args=[cst.Arg(value=cst.Integer(value="0" | "1" as axis))]) if _callee(node) in OF_AXIS:
             yield node, f"{_code(node.func)}({OTHER_NUMBER[axis]})"
         case cst.Subscript(
             value=cst.Attribute(attr=cst.Name(value="shape")),
@@ -224,10 +194,8 @@ def swapped_axes(node: cst.CSTNode, function: Function) -> Changes:
             if _code(place) in ("0", "1"):
                 yield node, f"{_code(node.value)}[{OTHER_NUMBER[_code(place)]}]"
         case cst.Subscript(slice=[first, second]) if {_code(first.slice), _code(second.slice)} == {":", "None"}:
-            yield (
-                node,
-                _bare(node, slice=[first.with_changes(slice=second.slice), second.with_changes(slice=first.slice)]),
-            )
+            swapped = [first.with_changes(slice=second.slice), second.with_changes(slice=first.slice)]
+            yield node, _bare(node, slice=swapped)
         case (
             cst.Arg(star="*", value=cst.Call(args=[]) as strides)
             | cst.StarredElement(value=cst.Call(args=[]) as strides)
@@ -278,20 +246,15 @@ def arithmetic(node: cst.CSTNode, function: Function) -> Changes:
         case cst.BinaryOperation(operator=operator, left=left, right=right) if (
             token := _code(operator).strip()
         ) in OTHER_OPERATION:
-            pointer = token == "+" and (
-                re.match(r"\(*\w*_ptr\b", _code(left)) or "arange(" in _code(right)
-            )  # a minus there would only move the access out of the buffer
-            if not pointer and not any(
-                isinstance(side, cst.BaseString | cst.Tuple | cst.List) for side in (left, right)
-            ):
+            # a minus there would only move the access out of the buffer
+            pointer = token == "+" and (re.match(r"\(*\w*_ptr\b", _code(left)) or "arange(" in _code(right))
+            if not pointer and not any(isinstance(side, SEQUENCES) for side in (left, right)):
                 yield node, _code(left) + _code(operator).replace(token, OTHER_OPERATION[token]) + _code(right)
         case cst.AugAssign(operator=cst.AddAssign(), target=target, value=value):
             yield node, f"{_code(target)} = {_code(value)}"
         case cst.Call(args=[condition, yes, no]) if function.kernel and _callee(node) == "where":
-            yield (
-                node,
-                _bare(node, args=[condition, yes.with_changes(value=no.value), no.with_changes(value=yes.value)]),
-            )
+            swapped = [condition, yes.with_changes(value=no.value), no.with_changes(value=yes.value)]
+            yield node, _bare(node, args=swapped)
         case cst.Call(args=[_, _]) if _callee(node) in OTHER_FUNCTION and not any(arg.keyword for arg in node.args):
             yield node, _renamed(node, OTHER_FUNCTION)
         case cst.Arg(keyword=cst.Name(value="other"), value=other):

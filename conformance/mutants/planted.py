@@ -9,7 +9,8 @@ rows shows.
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -70,16 +71,11 @@ def _of_text() -> dict[str, Defect]:
     return by_name([*(in_a_copy(one) for path in paths for one in read(path)), *kinds])
 
 
-def _of_modules() -> Iterator[Defect]:
-    """The wrappers in Python that a family from outside brings along."""
-    for family in FAMILIES:
-        if family.defects:
-            yield from import_module(family.defects).DEFECTS
-
-
 @functools.cache
 def _all() -> dict[str, Defect]:
-    return by_name([*_of_text().values(), *_of_modules()])
+    """The same, and the wrappers in Python that a family from outside brings along."""
+    of_modules = (import_module(family.defects).DEFECTS for family in FAMILIES if family.defects)
+    return by_name([*_of_text().values(), *itertools.chain.from_iterable(of_modules)])
 
 
 def __getattr__(name: str) -> Any:

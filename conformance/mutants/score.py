@@ -138,10 +138,8 @@ def score_mutants(
         if only in mutant.name and (not functions or _is_reached(mutant, functions, passed))
     ]
     if not chosen:
-        mutant, reached = (
-            f"{'' if kind == 'all' else kind + ' '}mutant",
-            f" that {', '.join(functions)} reaches" if functions else "",
-        )
+        mutant = "mutant" if kind == "all" else f"{kind} mutant"
+        reached = f" that {', '.join(functions)} reaches" if functions else ""
         raise UsageError(f"there is no {mutant} whose name contains {only!r}{reached}")
     count = min(sample or len(chosen), len(chosen))
     chosen = [chosen[i * len(chosen) // count] for i in range(count)]
@@ -156,14 +154,11 @@ def score_mutants(
         texts = {result.case for result in killed}
         with Pool(ChildOptions(implementation), jobs) as pool:
             _require_sound(implementation, (item.case for item in passed if item.case.text in texts), pool)
-    ways = ", ".join(
-        f"{sum(r.way == kill_kind for r in killed)} by {kill_kind}" for kill_kind in ("value", "law", "crash")
-    )
+    count_of = Counter(result.way for result in results)
     share = f"{len(killed)} of {len(results)} ({len(killed) / len(results):.1%})"
-    remaining_counts = [
-        f"{sum(r.way == kill_kind for r in results)} {kill_kind}" for kill_kind in ("survived", "unfinished")
-    ]
-    print(f"\nscore {share}: {ways}; {', '.join(remaining_counts[: 1 + (seconds < math.inf)])}")
+    kills = ", ".join(f"{count_of[name]} by {name}" for name in ("value", "law", "crash"))
+    endings = ("survived", "unfinished") if seconds < math.inf else ("survived",)
+    print(f"\nscore {share}: {kills}; {', '.join(f'{count_of[name]} {name}' for name in endings)}")
     return results
 
 
@@ -178,10 +173,13 @@ def _check(implementation: str, kind: str, functions: Collection[str], seconds: 
 
 
 def _mutants(implementation: str, kind: str, files: Container[str] | None) -> Iterator[Mutant]:
+    judged_by: dict[str, str] = {}  # the functions of the interface whose cases call a function
+    for name, contract in CONTRACTS.items():
+        judged_by = dict.fromkeys((name, *contract.companions), name) | judged_by
     if kind in ("planted", "all"):
         for defect in DEFECTS.values():
             name = f"conformance.mutants.planted:{defect.name}.{implementation}"
-            first = tuple(dict.fromkeys(_tried_by(function) for function in defect.wrappers))
+            first = tuple(dict.fromkeys(judged_by.get(function, function) for function in defect.wrappers))
             yield Mutant(defect.name, f"{defect.title} [{defect.origin}]", name, first=first)
     if kind in ("automatic", "all"):
         from conformance.mutants.automatic import SourceMutant, enclosing_function, source_mutants
@@ -210,11 +208,6 @@ def compared(mutants: list[Mutant], implementation: str, passed: list[PassedCase
     ]
 
 
-def _tried_by(function: str) -> str:
-    """The function of the interface whose cases call this one."""
-    return next((name for name, contract in CONTRACTS.items() if function in (name, *contract.companions)), function)
-
-
 def _is_reached(mutant: Mutant, functions: Collection[str], passed: list[PassedCase]) -> bool:
     return any(function in mutant.first for function in functions) or any(
         mutant.touches in item.calls for item in passed
@@ -237,15 +230,12 @@ def passed_cases(
             space = replace(here, device="cuda", ranks=1, shared_ranks=MOST_RANKS)
         offers = description["functions"].items()
         offered = {name for name, offer in offers if offer["offered"] and (not functions or name in functions)}
-        cases = {
-            name: [
-                _without_laws_of(here.device, case)
-                for s in sections()
-                if s.function == name
-                for case in cases_of(s, profile, space, seed)
-            ]
-            for name in offered
-        }
+        cases: dict[str, list[Case]] = {name: [] for name in offered}
+        for section in sections():
+            for case in cases_of(section, profile, space, seed) if section.function in offered else ():
+                law = CONTRACTS[case.function].laws.get(case.law)
+                can_check = law is None or law.device in ("", here.device)
+                cases[section.function].append(case if can_check else replace(case, law=""))
         if here.device == "cpu":
             cases = _without_huge(cases)
         if not trace:
@@ -257,16 +247,8 @@ def passed_cases(
     return [PassedCase(case, seconds, calls(case)) for case, seconds in ran]
 
 
-def _without_laws_of(device: str, case: Case) -> Case:
-    """The case, without a law that another device cannot check."""
-    law = CONTRACTS[case.function].laws.get(case.law)
-    return replace(case, law="") if law and law.device not in ("", device) else case
-
-
 def _without_huge(cases: dict[str, list[Case]]) -> dict[str, list[Case]]:
-    """The cases without those of a GPU that a CPU cannot run in the time limit of a case; prints
-    which they are.
-    """
+    """The cases without those that a CPU cannot run within a case's time, which it prints."""
     huge = [case for group in cases.values() for case in group if _largest(case) > MOST_ON_A_CPU]
     for case in huge:
         print(f"left out: a case of {_largest(case):,} rows takes a CPU minutes: {case.text}")
@@ -288,9 +270,8 @@ def _require_sound(implementation: str, cases: Iterable[Case], pool: Pool) -> li
     for case, outcome in pool.run(cases):
         if _kill(case, outcome):
             cause = f"{outcome.status}: {outcome.finding['message'] if outcome.finding else outcome.reason}"
-            raise UsageError(
-                f"{implementation} itself fails ({cause}), so that its mutants show nothing: case {case.text}"
-            )
+            problem = f"{implementation} itself fails ({cause}), so that its mutants show nothing"
+            raise UsageError(f"{problem}: case {case.text}")
         outcomes.append((case, outcome))
     return outcomes
 
@@ -345,9 +326,7 @@ def _mixed(items: list[PassedCase]) -> Iterator[Case]:
 
 
 def _spread_evenly(cases: list[Case]) -> Iterator[Case]:
-    """The cases in an order of which every beginning is spread over all: by their places' bits,
-    reversed.
-    """
+    """The cases so that every beginning is spread over all: by their numbers' bits, reversed."""
     bits = max(len(cases) - 1, 0).bit_length()
     places = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits))
     yield from (cases[position] for position in places if position < len(cases))
@@ -372,13 +351,8 @@ def attempt(mutant: Mutant, passed: list[PassedCase], seconds: float = math.inf)
                 for case, outcome in itertools.chain(first, pool.run(_order(mutant, passed))):
                     count += 1
                     kill_kind = _kill(case, outcome)
-                    if (
-                        kill_kind == "value"
-                        and not mutant.change
-                        and count > 1
-                        and pool.run_alone(case).status == "PASS"
-                    ):
-                        # wrong only after other cases
+                    may_need_others = kill_kind == "value" and not mutant.change and count > 1
+                    if may_need_others and pool.run_alone(case).status == "PASS":  # wrong only after other cases
                         kill_kind, outcome = "law", replace(outcome, finding={"check": "history"})
                     if kill_kind in ("value", "law"):
                         return _killed(mutant, kill_kind, case, outcome, count, started)

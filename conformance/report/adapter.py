@@ -5,7 +5,6 @@ import re
 from typing import Any
 
 from conformance.catalogue import CONTRACTS
-from conformance.core.contract import Contract
 from conformance.interface import imported
 
 
@@ -29,17 +28,15 @@ def described(description: dict[str, Any]) -> tuple[int, str]:
     hint = "" if offered else " Name a function like one of these, at the top of the namespace."
     lines += ["", f"{len(offered)} of {len(CONTRACTS)} functions can be judged.{hint}"]
     for name in offered:
-        for producer in _producers(CONTRACTS[name]):
+        calls = [call for call, _ in CONTRACTS[name].golden.values()]
+        producers = (
+            {call.producer.function for call in calls if call.producer} if all(c.producer for c in calls) else ()
+        )
+        for producer in producers:
             if not functions[producer]["offered"]:
                 reason = f"takes results of this namespace's own {producer}, which is missing"
                 lines.append(f"{name} {reason}: none of its cases will run.")
     return len(offered), "\n".join(lines)
-
-
-def _producers(contract: Contract[Any]) -> set[str]:
-    """The functions whose results this function's calls consume."""
-    calls = [call for call, _ in contract.golden.values()]
-    return {call.producer.function for call in calls if call.producer} if all(c.producer for c in calls) else set()
 
 
 def _call(name: str) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 from conformance.core.case import case_from
 from conformance.engine.run.verdict import effective
 from conformance.report.terminal import picture
+from conformance.texts import failure_text
 
 DRIFT = 1.25  # the ratio of seconds or cases up to which a change is noise
 NEARER = 2  # bins of a histogram of scores, below which a change is noise
@@ -20,12 +21,9 @@ def compared(old: Report, new: Report) -> tuple[list[str], bool]:
     worse = _statuses(old, new) + [f"new        {_failure(x)}" for x in _only(new, old)]
     better = [f"fixed      {_failure(x)}" for x in _only(old, new)]
     lines = [f"{old['verdict']} → {new['verdict']}   {old['implementation']} → {new['implementation']}"]
-    differing = [
-        f"other {name}: {old.get(name)} → {new.get(name)}"
-        for name in ("profile", "seed", "device", "versions")
-        if old.get(name) != new.get(name)
-    ]
-    lines += [*differing, "", *worse, *better, *_drift(old, new)]
+    differing = [name for name in ("profile", "seed", "device", "versions") if old.get(name) != new.get(name)]
+    lines += [f"other {name}: {old.get(name)} → {new.get(name)}" for name in differing]
+    lines += ["", *worse, *better, *_drift(old, new)]
     return lines, bool(worse)
 
 
@@ -46,20 +44,17 @@ def _only(report: Report, second_report: Report) -> list[dict[str, Any]]:
 
 def _kind(failure: dict[str, Any]) -> tuple[Any, ...]:
     finding = failure["finding"] or {}
-    nan = bool(finding.get("nan"))
-    return failure["function"], finding.get("output"), finding.get("check"), nan, failure["status"]
+    identity = finding.get("output"), finding.get("check"), bool(finding.get("nan"))
+    return failure["function"], *identity, failure["status"]
 
 
 def _failure(failure: dict[str, Any]) -> str:
-    finding = failure["finding"]
-    text = f"{finding['output']} [{finding['check']}] {finding['message']}" if finding else failure["reason"]
+    text = failure_text(failure["finding"], failure["reason"])
     return f"{failure['function']}: {failure['status']} {text} ({picture(case_from(failure['case']))})"
 
 
 def _drift(old: Report, new: Report) -> list[str]:
-    """Changes of the number of cases, of the share that is declared unsupported, of time and of
-    kernels.
-    """
+    """Changes of the numbers of cases and kernels, of time, and of what is unsupported."""
     out = [f"run        {old['cases']} → {new['cases']} cases, {old['seconds']:.0f} → {new['seconds']:.0f} s"]
     if old["kernels_compiled"] or new["kernels_compiled"]:
         out[0] += f", {old['kernels_compiled']} → {new['kernels_compiled']} kernels"

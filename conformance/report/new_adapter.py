@@ -58,7 +58,8 @@ def write_adapter(name: str, functions: tuple[str, ...]) -> Path:
     if not name.isidentifier():
         raise UsageError(f"NAME is {name!r}; it must be the name of a module in this folder, such as my_adapter")
     check_known("--function", functions, CONTRACTS)
-    text = HEAD.format(name=name) + "".join(map(_stub, functions)) if functions else _template(name)
+    whole_example = inspect.getsource(template).replace("my_adapter", name)
+    text = HEAD.format(name=name) + "".join(map(_stub, functions)) if functions else whole_example
     return write_new(path, text)
 
 
@@ -74,11 +75,6 @@ def write_new(path: Path, text: str) -> Path:
     except FileExistsError:
         raise UsageError(f"{path} exists; give another name, or move it away") from None
     return path
-
-
-def _template(name: str) -> str:
-    """The template, whose commands name this module."""
-    return inspect.getsource(template).replace("my_adapter", name)
 
 
 def _stub(name: str) -> str:

@@ -8,15 +8,12 @@ from typing import Any
 from conformance.core.case import case_from
 from conformance.engine.run.verdict import UNTOUCHED, FunctionVerdict, Verdict
 from conformance.report.terminal import ended, in_words, picture
+from conformance.texts import failure_text
 
 CELL = 14  # pixels of a cell of a routing map
 MOST_TOKENS, MOST_EXPERTS = 64, 64  # the most rows and columns of a drawn routing map
-NOTHING: dict[str, Any] = {
-    "fields": {},
-    "seconds": 0.0,
-    "kernels": 0,
-    "scores": {},
-}  # what a function without cases has covered
+# what a function without cases has covered
+NOTHING: dict[str, Any] = {"fields": {}, "seconds": 0.0, "kernels": 0, "scores": {}}
 HIGH = 24  # pixels of a histogram
 escape = html.escape
 
@@ -99,9 +96,7 @@ def _strip(field: str, values: dict[str, list[int]]) -> str:
 
 
 def _depth(cases: int, most: int) -> float:
-    """A depth of colour from 0.15 to 1, by the logarithm, so that one case is visible beside
-    thousands.
-    """
+    """A depth of colour from 0.15 to 1, by the logarithm: one case shows beside thousands."""
     return 0.15 + 0.85 * (cases.bit_length() / max(most.bit_length(), 1))
 
 
@@ -116,10 +111,8 @@ def _untouched(verdict: Verdict) -> list[str]:
 
 def _failure(failure: dict[str, Any], verdict: Verdict) -> str:
     """A failure: the finding, its smallest case as text and picture, the command to replay it."""
-    case, finding = case_from(failure["case"]), failure["finding"]
-    text = f"{failure['status']}: {failure['reason']}"
-    if finding:
-        text = f"{finding['output']} [{finding['check']}] {finding['message']}"
+    case = case_from(failure["case"])
+    text = failure_text(failure["finding"], f"{failure['status']}: {failure['reason']}")
     size = "Smallest case" if failure["smallest"] else "Failing case"
     command = f"moe-conformance replay '{case.text}' --impl {verdict.replayed}"
     return (
@@ -141,10 +134,7 @@ def routing_map(case: Any) -> str:
         for t in range(rows)
         for e in range(columns)
     )
-    truncation_note = (
-        "" if (rows, columns) == (len(masks), experts) else f"<p>The first {rows} tokens and {columns} experts.</p>"
-    )
+    is_whole = (rows, columns) == (len(masks), experts)
+    note = "" if is_whole else f"<p>The first {rows} tokens and {columns} experts.</p>"
     size = f'width="{columns * CELL}" height="{rows * CELL}"'
-    return (
-        f'<figure><svg class="map" {size} role="img" aria-label="routing map">{squares}</svg>{truncation_note}</figure>'
-    )
+    return f'<figure><svg class="map" {size} role="img" aria-label="routing map">{squares}</svg>{note}</figure>'

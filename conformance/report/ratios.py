@@ -62,9 +62,7 @@ def compared(old: Report, new: Report, chosen: Sequence[str], same: Sequence[str
 
 
 def ratios(report: Report, name: str) -> Iterator[tuple[tuple[str, ...], float]]:
-    """The speed of each of our versions relative to each peer, and to the floor of that run; 1
-    means as fast.
-    """
+    """The speed of each of our versions relative to each peer and to that run's floor; 1: equal."""
     for shape, operations in report["benchmarks"].get(name, {}).get("operations", {}).items():
         for title, result in operations.items():
             for version in result["ours"]:

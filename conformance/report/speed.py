@@ -1,6 +1,4 @@
-"""`speed`: the times of an implementation next to a rival's, compared with the ratios of an earlier
-run.
-"""
+"""`speed`: an implementation's times beside a rival's, compared with an earlier run's ratios."""
 
 import json
 from collections import defaultdict

@@ -3,6 +3,7 @@
 import os
 import shlex
 import textwrap
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,10 @@ from conformance.engine.options import Options
 from conformance.engine.run.corpus import NOT_SAVED, REACHED
 from conformance.engine.run.launched import unjudged
 from conformance.engine.run.search import Searched
-from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
+from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, Verdict
 from conformance.interface import DEFAULTS
 from conformance.report.tuned import tuned_lines
+from conformance.texts import failure_text
 
 REFUSALS = ("raises TypeError", "raises NotImplementedError")  # findings of a call that a kernel does not support
 INDENT = 19  # columns of the name
@@ -28,27 +30,17 @@ def lines(verdict: Verdict) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
     origin = f"{verdict.device} · profile {verdict.profile} · seed {verdict.seed}"
     out = [f"moe-conformance · impl {verdict.implementation} · {versions} · {origin}"]
-    out += (
-        verdict.missing_parts
-        + scope_lines(verdict)
-        + _declarations(verdict)
-        + tuned_lines(verdict)
-        + _transports(verdict)
-    )
-    out += ["", f"{verdict.verdict}   {_summary(verdict)}", "", *_specialised(verdict)]
+    out += [*verdict.missing_parts, *scope_lines(verdict), *_declarations(verdict), *tuned_lines(verdict)]
+    out += [*_transports(verdict), "", f"{verdict.verdict}   {_summary(verdict)}", "", *_specialised(verdict)]
     width = _column(verdict)
     for failure in sorted(verdict.failures, key=damage):
         if not _echo(failure, verdict):
             shown = failure_lines(failure, verdict.replayed, width)
             hint = way_out(failure, verdict.functions[failure["function"]].declares)
             out += [*shown, *([f"  {'way out':<{width - 2}} {hint}"] if hint else []), ""]
+    echoing = [failure for failure in verdict.failures if _echo(failure, verdict)]
     for name in verdict.functions:
-        echoes = {
-            failure["finding"]["check"]
-            for failure in verdict.failures
-            if failure["function"] == name and _echo(failure, verdict)
-        }
-        if echoes:
+        if echoes := {failure["finding"]["check"] for failure in echoing if failure["function"] == name}:
             broken = f"the law{'s' * (len(echoes) > 1)} {', '.join(sorted(echoes))}"
             out += [f"{name:<{width}} also breaks {broken} (cases in the report)", ""]
     differ = {failure["function"] for failure in verdict.failures}
@@ -125,14 +117,17 @@ def way_out(failure: dict[str, Any], declares: dict[str, Any]) -> str:
 
 
 def scope_lines(verdict: Verdict) -> list[str]:
-    """The cases for which judged functions are meant, if these are not all cases, with one line per
-    scope.
-    """
+    """One line per scope: the cases for which functions are meant, if not all."""
+    judged = ((name, f.scope) for name, f in verdict.functions.items() if f.status not in UNTOUCHED)
+    return [f"scope: {names}: only cases where {scope}" for scope, names in _by_text(judged)]
+
+
+def _by_text(texts: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Each text, but for empty ones, with the names that have it."""
     groups: dict[str, list[str]] = {}
-    for name, function in verdict.functions.items():
-        if function.scope and function.status not in UNTOUCHED:
-            groups.setdefault(function.scope, []).append(name)
-    return [f"scope: {', '.join(names)}: only cases where {scope}" for scope, names in groups.items()]
+    for name, text in texts:
+        groups.setdefault(text, []).append(name)
+    return [(text, ", ".join(names)) for text, names in groups.items() if text]
 
 
 def in_words(status: str, verdict: Verdict) -> str:
@@ -144,9 +139,7 @@ def in_words(status: str, verdict: Verdict) -> str:
 
 
 def _echo(failure: dict[str, Any], verdict: Verdict) -> bool:
-    """Whether the failure is a broken law, and another failure, most likely by the same defect, is
-    shown.
-    """
+    """Whether the failure is a broken law, and another one, most likely of one defect, is shown."""
     laws = CONTRACTS[failure["function"]].laws
     same = [candidate for candidate in verdict.failures if candidate["function"] == failure["function"]]
     value_failures = [candidate for candidate in same if (candidate["finding"] or {}).get("check") not in laws]
@@ -155,23 +148,20 @@ def _echo(failure: dict[str, Any], verdict: Verdict) -> bool:
 
 def _declarations(verdict: Verdict) -> list[str]:
     """Declarations other than the defaults, one line per set of functions that share them."""
-    groups: dict[str, list[str]] = {}
-    for name, function in verdict.functions.items():
-        declared_values = {key: x for key, x in function.declares.items() if x not in (DEFAULTS.get(key), (), [])}
-        words = [_declared(key, value) for key, value in declared_values.items()]
-        if words:
-            groups.setdefault(", ".join(words), []).append(name)
-    return [f"declares: {', '.join(names)}: {words}" for words, names in groups.items()]
+
+    def words_of(declares: dict[str, Any]) -> str:
+        values = {key: x for key, x in declares.items() if x not in (DEFAULTS.get(key), (), [])}
+        return ", ".join(_declared(key, value) for key, value in values.items())
+
+    texts = ((name, words_of(function.declares)) for name, function in verdict.functions.items())
+    return [f"declares: {names}: {words}" for words, names in _by_text(texts)]
 
 
 def _transports(verdict: Verdict) -> list[str]:
     """How ranks reached each other, one line per set of functions judged alike."""
-    groups: dict[str, list[str]] = {}
-    for name, function in verdict.functions.items():
-        if function.transports:
-            text = "; ".join(function.transports) + (f"; {function.note}" if function.note else "")
-            groups.setdefault(text, []).append(name)
-    return [f"between ranks: {', '.join(names)}: {text}" for text, names in groups.items()]
+    ranked = ((name, f) for name, f in verdict.functions.items() if f.transports)
+    texts = ((name, "; ".join(filter(None, (*function.transports, function.note)))) for name, function in ranked)
+    return [f"between ranks: {names}: {text}" for text, names in _by_text(texts)]
 
 
 def _declared(key: str, value: Any) -> str:
@@ -186,10 +176,8 @@ def _summary(verdict: Verdict) -> str:
     judged = [f for f in verdict.functions.values() if f.status not in UNTOUCHED]
     untouched = {status: sum(f.status == status for f in verdict.functions.values()) for status in UNTOUCHED}
     differing, blocked = (sum(f.status == status for f in judged) for status in ("differs", "blocked"))
-    total = {
-        status: sum(f.counts.get(status, 0) for f in judged)
-        for status in ("WAIVED", "DECLARED_UNSUPPORTED", "UNINFORMATIVE")
-    }
+    statuses = ("WAIVED", "DECLARED_UNSUPPORTED", "UNINFORMATIVE")
+    total = {status: sum(f.counts.get(status, 0) for f in judged) for status in statuses}
     phrases = [
         f"{differing} of {len(judged)} functions differ"
         if differing or blocked
@@ -233,10 +221,8 @@ def _specialised(verdict: Verdict) -> list[str]:
 def failure_lines(failure: dict[str, Any], replayed: str, width: int = INDENT) -> list[str]:
     """One failure: the finding, the smallest case, and the command that replays it."""
     finding, status = failure["finding"], failure["status"]
-    text = f"{status}: {failure['reason']}"
-    if finding:
-        text = f"{finding['output']} [{finding['check']}] {finding['message']}"
-        text = text if status == "FAIL" else f"{status}: {text} ({failure['reason']})"
+    text = failure_text(finding, f"{status}: {failure['reason']}")
+    text = f"{status}: {text} ({failure['reason']})" if finding and status != "FAIL" else text
     size = "smallest case" if failure["smallest"] else "failing case"
     return [
         f"{failure['function']:<{width}} {text}",
@@ -282,21 +268,16 @@ def picture(case: Any) -> str:
         return f"golden case {case.golden}" if case.golden else f"illegal call {case.illegal}"
     letters = {"tokens": "T", "hidden": "H", "experts": "E", "topk": "K"}
     record = {name: value for name, value in case.record().items() if name not in ("schema", "function")}
-    sizes = [
-        f"{letter}={getattr(case, name)}"
-        for name, letter in letters.items()
-        if hasattr(case, name) and (name != "topk" or "topk" in record)
-    ]
-    phrases = [" ".join(sizes)] if sizes else []
+    named = [name for name in letters if hasattr(case, name) and (name != "topk" or "topk" in record)]
+    phrases = [" ".join(f"{letters[name]}={getattr(case, name)}" for name in named)] if named else []
     routing = record.pop("routing", None)
     remaining_fields = [
         f"{name}={','.join(map(str, value)) if isinstance(value, list) else value}"
         for name, value in record.items()
-        if name not in letters
+        if name not in (*letters, "dtype")
     ]
     if hasattr(case, "dtype"):
         phrases.append(case.dtype)
-    remaining_fields = [text for text in remaining_fields if not text.startswith("dtype=")]
     if routing is not None:
         shown = " ".join("".join(str(mask >> e & 1) for e in range(case.experts)) for mask in routing[:12])
         phrases.append(f"routing map {shown or '(no tokens)'}{' …' if len(routing) > 12 else ''}")
@@ -307,13 +288,11 @@ def annotations(verdict: Verdict) -> list[str]:
     """Annotations for GitHub Actions, at the lines of the failing functions; empty elsewhere."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return []
-    return [
-        f"::error {_line_of(verdict.functions.get(f['function']))}title={f['function']} differs::"
-        f"{' %0A'.join(failure_lines(f, verdict.replayed))}"
-        for f in verdict.failures
-    ]
-
-
-def _line_of(function: FunctionVerdict | None) -> str:
-    file, _, line = function.place.rpartition(":") if function else ("", "", "")
-    return f"file={file},line={line}," if file else ""
+    out = []
+    for failure in verdict.failures:
+        function = verdict.functions.get(failure["function"])
+        file, _, line = function.place.rpartition(":") if function else ("", "", "")
+        text = " %0A".join(failure_lines(failure, verdict.replayed))
+        position = f"file={file},line={line}," if file else ""
+        out.append(f"::error {position}title={failure['function']} differs::{text}")
+    return out

@@ -119,17 +119,15 @@ def _add(vectors: Vectors, case: Case) -> None:
 
 def _call(problem: Problem, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """The arguments, cotangents and wanted gradients; the producer's call, where there is one."""
-    arguments = {
-        name: _described(x, f"{prefix}{name}", tensors) for name, x in (problem.required | problem.settings).items()
-    }
+    passed = problem.required | problem.settings
+    arguments = {name: _described(x, f"{prefix}{name}", tensors) for name, x in passed.items()}
     record: dict[str, Any] = {"arguments": arguments, "positional": list(problem.required)}
     if problem.script:
         record["several_calls"] = True
     if problem.wanted:
         record["gradients_of"] = list(problem.wanted)
-        record["cotangents"] = {
-            name: _described(x, f"{prefix}d_{name}", tensors) for name, x in problem.cotangents.items()
-        }
+        cotangents = problem.cotangents.items()
+        record["cotangents"] = {name: _described(x, f"{prefix}d_{name}", tensors) for name, x in cotangents}
     if problem.producer:
         producer_record = _call(problem.producer, f"{prefix}{problem.producer.function}/", tensors)
         record["producer"] = {"function": problem.producer.function, **producer_record}

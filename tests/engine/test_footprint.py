@@ -90,7 +90,7 @@ def test_code_that_hides_what_it_runs_depends_on_all_files(kind, kits):
 
 
 def test_a_footprint_that_ignores_values_misses_a_registered_function(tmp_path, monkeypatch):
-    monkeypatch.setattr(Closure, "_is_own", lambda *_: False)
+    monkeypatch.setattr(Closure, "_binds", lambda *_: False)
     files, reached = EDITS["a function in a registry"]
     before, now = footprints_here(write(tmp_path / "before")), footprints_here(write(tmp_path / "now", files))
     assert set(changes(before, now)) != reached

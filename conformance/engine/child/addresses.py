@@ -30,7 +30,7 @@ class Addresses:
     _launch: Any = None  # the kernel's Python function
     # first byte, end and name of each tensor
     _spans: list[tuple[int, int, str]] = field(default_factory=list)
-    _indirect: bool = False  # whether the launch has made a pointer from an integer
+    is_indirect: bool = False  # whether the launch has made a pointer from an integer
 
     def __enter__(self) -> "Addresses":
         global _watch
@@ -44,18 +44,14 @@ class Addresses:
 
     def begin_launch(self, kernel: Any, names: list[str], values: list[Any]) -> None:
         """A kernel starts, with these arguments."""
-        self._launch, self._indirect = kernel, False
+        self._launch, self.is_indirect = kernel, False
         self._spans = [
             (*self.memory.body(x), name) for name, value in zip(names, values, strict=False) for x in _tensors(value)
         ]
 
-    def skip_launch(self) -> None:
-        """The kernel made a pointer from an integer."""
-        self._indirect = True
-
     def inside(self, verb: str, pointers: Any, mask: Any, size: int) -> Any:
         """The mask without lanes whose `size` bytes are not inside one tensor of the launch."""
-        if self._indirect or not mask.any():
+        if self.is_indirect or not mask.any():
             return mask
         live = pointers[mask]
         low, high = int(live.min()), int(live.max())
@@ -84,9 +80,7 @@ class Addresses:
 
 
 def _tensors(value: Any) -> Iterator[Any]:
-    """The tensors in a launch argument: the argument itself, the entries of a tuple, or the base of
-    a descriptor.
-    """
+    """The tensors in a launch argument: itself, entries of a tuple, or a descriptor's base."""
     if isinstance(value, tuple):
         for x in value:
             yield from _tensors(x)
@@ -118,14 +112,13 @@ def _install() -> None:
     def checked_init_args(self: Any, arguments: Any, settings: Any) -> Any:
         on_host = init_args(self, arguments, settings)
         if _watch is not None:
-            _watch.begin_launch(
-                self.fn, [*self.arg_names[: len(on_host[0])], *on_host[1]], [*on_host[0], *on_host[1].values()]
-            )
+            names = [*self.arg_names[: len(on_host[0])], *on_host[1]]
+            _watch.begin_launch(self.fn, names, [*on_host[0], *on_host[1].values()])
         return on_host
 
     def checked_make_pointer(self: Any, *arguments: Any) -> Any:
         if _watch is not None:
-            _watch.skip_launch()
+            _watch.is_indirect = True
         return make_pointer(self, *arguments)
 
     interpreter.GridExecutor._init_args_hst = checked_init_args

@@ -1,6 +1,4 @@
-"""Finds results that share memory with the caller's inputs or with another result, and would change
-with them.
-"""
+"""Finds results in the memory of an input or of another result, with which they would change."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,15 +13,10 @@ def alias(outputs: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> tuple[str
     it; None if there is none. A function may return the indices that it was given.
     """
     owners = {address: name for name, x in inputs.items() if (address := _address(x))}
-    owners_of_outputs = (
-        (name, owners.get(_address(x))) for name, x in outputs.items() if _is_plain(x) and x.is_floating_point()
-    )
-    descriptions = (
-        (name, f"lies in the memory of its input {owner}, which is the caller's")
-        for name, owner in owners_of_outputs
-        if owner
-    )
-    return next(descriptions, None)
+    for name, x in outputs.items():
+        if _is_plain(x) and x.is_floating_point() and (owner := owners.get(_address(x))):
+            return name, f"lies in the memory of its input {owner}, which is the caller's"
+    return None
 
 
 def shared_elements(returned: Mapping[str, Any]) -> tuple[str, str] | None:

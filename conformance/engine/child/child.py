@@ -96,7 +96,9 @@ def answer_all(
     device, process = chosen_device(options.device), os.getpid()
     folder = os.path.dirname(log_path)
     compiler, sanitizer, planting = Compiler(folder), Sanitizer(options.sanitize, log_path), Planting()
-    with contextlib.suppress(EOFError, BrokenPipeError), _stream(device):
+    # a side stream: a launch on the default stream races with its inputs
+    stream = torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
+    with contextlib.suppress(EOFError, BrokenPipeError), stream:
         if device == "cuda":
             warm_up(folder)
             compiler.take()
@@ -104,7 +106,10 @@ def answer_all(
         while True:
             work = connection.recv()
             if isinstance(work, Draw):
-                connection.send(_structures_of(work))
+                try:
+                    connection.send(("structures", work.structures()))
+                except Exception as error:
+                    connection.send(("outcome", asdict(Outcome("ERROR", reason=_where(error)))))
                 continue
             for case in work:
                 rank = context_of(case) if context_of else None
@@ -121,13 +126,6 @@ def answer_all(
                 outcome.launched, outcome.descriptions = configurations.take(), configurations.take_descriptions()
                 outcome.seconds = time.monotonic() - started
                 connection.send(("outcome", asdict(outcome), rank.seen if rank else []))
-
-
-def _structures_of(request: Draw) -> tuple[str, Any]:
-    try:
-        return "structures", request.structures()
-    except Exception as error:
-        return "outcome", asdict(Outcome("ERROR", reason=_where(error)))
 
 
 def _where(error: Exception) -> str:
@@ -160,9 +158,7 @@ def _answer(
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """Notes that were added to the error on its way, such as the configuration of a tuned
-    kernel.
-    """
+    """Notes that were added to the error on its way, such as a tuned kernel's configuration."""
     return getattr(error, "__notes__", [])
 
 
@@ -191,11 +187,6 @@ def chosen_device(wanted: str) -> str:
     return wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _stream(device: str) -> Any:
-    """A side stream, so that a launch on the default stream races with its inputs."""
-    return torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
-
-
 def _signature(function: str, implementation: Implementation) -> str:
     """The signature as text that is equal in every process: without the addresses in defaults."""
     try:
@@ -206,9 +197,7 @@ def _signature(function: str, implementation: Implementation) -> str:
 
 
 def _location(function: str, implementation: Implementation) -> str:
-    """The place of the function's definition, as "file:line" below the working directory; else an
-    empty text.
-    """
+    """The definition's "file:line" below the working directory; else an empty text."""
     try:
         code = inspect.unwrap(getattr(implementation.namespace, function)).__code__
         file = os.path.relpath(code.co_filename)
@@ -228,21 +217,16 @@ def _declarations(function: str, implementation: Implementation, contract: Contr
             declared = implementation.declares(function)
     except Undeclared:
         return DEFAULTS
-    signature = signature_of(getattr(implementation.namespace, function))
-    if declared.get("unchecked"):
-        argument_names = arguments_of(contract) | {*(signature.parameters if signature else ())}
-        _must_know(function, implementation, declared, "unchecked", argument_names)
-    if declared.get("omits"):
-        _must_know(function, implementation, declared, "omits", omissible_of(contract))
+    for key, known_of in (("unchecked", arguments_of), ("omits", omissible_of)):
+        if not declared.get(key):
+            continue
+        known_names = known_of(contract)
+        if key == "unchecked" and (signature := signature_of(getattr(implementation.namespace, function))):
+            known_names |= {*signature.parameters}
+        if unknown := sorted(set(declared[key]) - known_names):
+            problem = f"{implementation.name} declares {key} = {', '.join(unknown)} for {function}"
+            raise UsageError(f"{problem}; it may name {', '.join(sorted(known_names)) or 'nothing'}")
     return declared
-
-
-def _must_know(
-    function: str, implementation: Implementation, declared: dict[str, Any], key: str, argument_names: set[str]
-) -> None:
-    if unknown := sorted(set(declared[key]) - argument_names):
-        problem = f"{implementation.name} declares {key} = {', '.join(unknown)} for {function}"
-        raise UsageError(f"{problem}; it may name {', '.join(sorted(argument_names)) or 'nothing'}")
 
 
 def _description(implementation: Implementation, options: ChildOptions) -> dict[str, Any]:
@@ -252,11 +236,10 @@ def _description(implementation: Implementation, options: ChildOptions) -> dict[
         offered = implementation.offers(function) and not (
             isinstance(contract, Collective) and implementation.lacks(function, {"group": None})
         )
+        without = implementation.lacks(function, dict.fromkeys(contract.optional))
         functions[function] = {
             "offered": offered,
-            "without": implementation.lacks(function, dict.fromkeys(contract.optional))
-            if offered
-            else list(contract.optional),
+            "without": without if offered else list(contract.optional),
             "declares": _declarations(function, implementation, contract) if offered else {},
             "signature": _signature(function, implementation) if offered else "",
             "place": _location(function, implementation) if offered else "",
@@ -268,11 +251,8 @@ def _description(implementation: Implementation, options: ChildOptions) -> dict[
         with contextlib.suppress(ImportError):
             importlib.import_module("triton")
     triton = sys.modules.get("triton")
-    versions = {
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "triton": getattr(triton, "__version__", ""),
-    }
+    triton_version = getattr(triton, "__version__", "")
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton_version}
     for package in ("transformer_engine", "megatron.core", "transformers", "torchao"):
         module = sys.modules.get(package)
         if module is not None:

@@ -47,9 +47,7 @@ def take() -> list[str]:
 
 
 def take_descriptions() -> dict[str, dict[str, str]]:
-    """The configurations that this process has met for the first time since the last call, as
-    `described`.
-    """
+    """The configurations that this process has met since the last call, as `described`."""
     descriptions = dict(_descriptions)
     _descriptions.clear()
     return descriptions
@@ -108,9 +106,7 @@ def _text(value: Any) -> str:
 
 
 def _absent(x: Any) -> str:
-    """Which elements of an argument are None, which the compiler takes for constants; empty if none
-    is.
-    """
+    """Which elements of an argument are None, a constant to the compiler; empty if none is."""
     if isinstance(x, tuple) and any(element is None for element in x):
         return f"({','.join('None' if element is None else 'given' for element in x)})"
     return "None" if x is None else ""

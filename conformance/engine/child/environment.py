@@ -21,9 +21,7 @@ _one_at_a_time = threading.Lock()  # a second thread would save the first thread
 
 @contextlib.contextmanager
 def same_modules() -> Iterator[None]:
-    """Let a process that starts inside the block import the same modules that this process would
-    import.
-    """
+    """Let a process that starts inside the block import the modules that this one would import."""
     with _one_at_a_time:
         folders = [str(folder) or os.getcwd() for folder in sys.path]
         changed = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(folders)}

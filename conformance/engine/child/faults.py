@@ -97,9 +97,7 @@ class Planting:
         self._tries: Counter[str] = Counter()
 
     def tried(self, case: Case, names: Iterable[str], judged: Callable[[Case], Outcome]) -> dict[str, str]:
-        """For each configuration, the outcome of the passing case when it is judged again with a
-        fault in it.
-        """
+        """By configuration, the outcome of the passing case with a fault in it."""
         results = {}
         for name in names:
             if name in self._killed or self._tries[name] >= TRIES:

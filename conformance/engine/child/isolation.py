@@ -43,9 +43,7 @@ def isolate(log_path: str) -> None:
 
 
 def _let_go(owner: Any, name: str) -> None:
-    """Close a pipe that this process shares with a process of the whole run, which would end if it
-    read nonsense from the pipe.
-    """
+    """Close a pipe of a process of the whole run, which nonsense in the pipe would end."""
     file = getattr(owner, name, None)
     if file is not None:
         os.close(file)
@@ -53,9 +51,7 @@ def _let_go(owner: Any, name: str) -> None:
 
 
 def _watch(log_path: str, server: int) -> None:
-    """End this process when the forkserver ends, which ends with the run, or when memory runs
-    out.
-    """
+    """End this process when the forkserver, and so the run, ends, or when memory runs out."""
     while os.getppid() == server:
         with contextlib.suppress(OSError):
             if os.path.getsize(log_path) > LOG_BYTES:

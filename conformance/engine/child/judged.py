@@ -10,9 +10,7 @@ from conformance.judge import Expectation, Finding, Resolved, controls, judge
 
 
 def resolved(expected: dict[str, Expectation], outputs: dict[str, Any]) -> tuple[dict[str, Resolved], Exception | None]:
-    """The expectations resolved with the outputs, and the first error of one that depends on a
-    wrong output.
-    """
+    """The expectations resolved with the outputs, and the first error in resolving one."""
     resolved_expectations: dict[str, Resolved] = {}
     first = None
     for name, expectation in expected.items():
@@ -34,9 +32,7 @@ def scores(expectations: dict[str, Resolved], outputs: dict[str, Any]) -> dict[s
 
 
 def excess(finding: Finding, expectations: dict[str, Resolved], outputs: dict[str, Any]) -> dict[str, float]:
-    """The scores of the wrong output for the check that it failed; none if that check has no
-    degrees.
-    """
+    """The scores of the wrong output for the check that it failed; none without degrees."""
     stages = expectations[finding.output].stages if finding.output in expectations else ()
     check = next((stage for stage in stages if stage.check == finding.check), None)
     return check.scores(outputs[finding.output]) if check else {}
@@ -55,9 +51,7 @@ def first_wrong(
 
 
 def is_informative(contract: Contract[Any], problem: Problem, expectations: dict[str, Resolved]) -> bool:
-    """Whether the controls would reject a corrupted output: a main output, or else any other
-    one.
-    """
+    """Whether the controls reject a corrupted output: a main one, or else any other one."""
     main = {contract.primary, *(f"d_{name}" for name in problem.wanted)}
     shown = sum(controls.check(name, x) for name, x in expectations.items() if name in main)
     return bool(shown) or any(controls.check(name, x) for name, x in expectations.items() if name not in main)

@@ -62,9 +62,7 @@ class LineCoverage:
 
 
 def _home(function: Any) -> str:
-    """The folder of the function's top-level package, or its file if it is in no package; "" if it
-    has no code.
-    """
+    """The folder of the function's top-level package, or its file; "" if it has no code."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     path = code.co_filename if code else ""
     while path and os.path.exists(os.path.join(os.path.dirname(path), "__init__.py")):

@@ -31,18 +31,14 @@ def _in_inference_mode(call: Callable[[], Outputs]) -> Outputs:
         return call()
 
 
-# by name: how a call is made
-MANNERS: dict[str, Callable[[Callable[[], Outputs]], Outputs]] = {
-    "": lambda call: call(),
-    "thread": _in_another_thread,
-    "inference": _in_inference_mode,
-    "accumulated": lambda call: call(),  # gradients of views, added to a `.grad`: see `Runner`
-    "twice": lambda call: call(),  # second derivatives only: see `Runner`
-    "overwritten": lambda call: call(),  # the results, before the backward: see `overwritten`
-    # manners whose forward runs in a context of its own: see `around_forward`
-    "autocast": lambda call: call(),
-    "no_grad": lambda call: call(),  # and no backward: see `Runner`
-}
+def made(manner: str, call: Callable[[], Outputs]) -> Outputs:
+    """The outputs of a call that is made in a manner.
+
+    "": plainly · "thread", "inference": elsewhere · "accumulated": gradients of views, added to a
+    `.grad` · "twice": second derivatives · "overwritten": see `overwritten` · "autocast",
+    "no_grad": see `around_forward`
+    """
+    return {"thread": _in_another_thread, "inference": _in_inference_mode}.get(manner, lambda call: call())(call)
 
 
 def around_forward(manner: str, problem: Problem, device: str) -> AbstractContextManager[Any]:
@@ -53,9 +49,7 @@ def around_forward(manner: str, problem: Problem, device: str) -> AbstractContex
 
 
 def overwritten(outputs: Outputs, gradients: Callable[[], Outputs]) -> Outputs:
-    """The results and the gradients, where the results with a graph were overwritten by NaN before
-    the backward pass.
-    """
+    """The results and the gradients; NaN overwrites the results before the backward pass."""
     numbers = {name: x for name, x in outputs.items() if isinstance(x, Tensor) and x.requires_grad}
     copies = {name: x.detach().clone() for name, x in numbers.items()}
     for x in numbers.values():

@@ -122,9 +122,7 @@ def usage(process: int) -> tuple[float, bool]:
     for process_id in _tree(process):
         with contextlib.suppress(OSError):
             fields = _stat(f"/proc/{process_id}/stat")
-            seconds += (
-                sum(map(int, fields[11:15])) / TICKS
-            )  # CPU time of the process, and of its children that have ended
+            seconds += sum(map(int, fields[11:15])) / TICKS  # with that of its children that have ended
             threads = os.listdir(f"/proc/{process_id}/task")
             runnable = runnable or any(_is_runnable(f"/proc/{process_id}/task/{thread}/stat") for thread in threads)
     return seconds, runnable

@@ -33,13 +33,8 @@ def install(guards: bool = True) -> None:
     _guards = guards
     if _originals:
         return
-    for owner, name in (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (Tensor, "new_empty"),
-        (Tensor, "new_empty_strided"),
-    ):
+    of_torch = ((torch, name) for name in ("empty", "empty_like", "empty_strided"))
+    for owner, name in (*of_torch, (Tensor, "new_empty"), (Tensor, "new_empty_strided")):
         _originals[owner, name] = original = getattr(owner, name)
         setattr(owner, name, _poisoned(original))
 
@@ -108,11 +103,10 @@ class Poison:
         A guard whose storage has been freed counts as intact.
         """
         live_guards = [guard for guard in self._storages if not is_freed(guard)]
-        by_device = [
-            [guard for guard in live_guards if guard.device == device]
-            for device in {guard.device for guard in live_guards}
-        ]
-        return any(bool((torch.cat(guards) != GUARD_VALUE).any()) for guards in by_device)
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for guard in live_guards:
+            by_device.setdefault(guard.device, []).append(guard)
+        return any(bool((torch.cat(guards) != GUARD_VALUE).any()) for guards in by_device.values())
 
 
 def _fill(body: Tensor, kind: str) -> None:

@@ -10,7 +10,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,17 @@ def expect_messages(pipe: Connection) -> None:
     """Bound the time that a read from the pipe may take once `poll` has said that it has data."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_SECONDS, 0))
+
+
+def started(context: Any, target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+    """A process that runs target(its end of a pipe, *arguments), and this end of the pipe."""
+    pipe, child_pipe = context.Pipe()
+    expect_messages(pipe)
+    process = context.Process(target=target, args=(child_pipe, *arguments), daemon=True)
+    with plain_main():
+        process.start()
+    child_pipe.close()
+    return process, pipe
 
 
 def received(pipe: Connection) -> tuple[Any, ...]:

@@ -1,6 +1,4 @@
-"""Reads tensors that a call has returned or was given, even if the call has left them in an odd
-state.
-"""
+"""Reads tensors that a call returned or was given, even if the call left them in an odd state."""
 
 from collections.abc import Mapping
 
@@ -47,9 +45,7 @@ def is_freed(x: Tensor) -> bool:
 
 
 def first_changed(masters: Mapping[str, Tensor], placed: Mapping[str, Tensor]) -> str:
-    """The name of the first input or cotangent that a call has changed; empty if it has changed
-    none.
-    """
+    """The name of the first input or cotangent that a call has changed; empty: none."""
     return next((name for name, x in masters.items() if is_changed(placed[name], x)), "")
 
 

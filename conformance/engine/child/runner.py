@@ -1,6 +1,4 @@
-"""Makes one call of an implementation: it places inputs, poisons memory, takes gradients and checks
-guards.
-"""
+"""Makes one call: places inputs, poisons memory, takes gradients and checks guards."""
 
 import contextlib
 import time
@@ -19,7 +17,7 @@ from conformance.core.tensors import laid_out
 from conformance.engine.child.addresses import Addresses
 from conformance.engine.child.aliases import alias, shared_elements
 from conformance.engine.child.copies import copied, delay, overwrite
-from conformance.engine.child.manners import MANNERS, Outputs, around_forward, overwritten, with_graph
+from conformance.engine.child.manners import Outputs, around_forward, made, overwritten, with_graph
 from conformance.engine.child.outcome import Outcome
 from conformance.engine.child.poison import Poison
 from conformance.engine.child.results import Unreadable, first_changed, read
@@ -44,9 +42,7 @@ class Misbehaved(Exception):
 
 
 def _may_draw(problem: Problem) -> bool:
-    """Whether the call may draw random numbers, by its function or by a recipe that rounds
-    stochastically.
-    """
+    """Whether the call may draw random numbers, by its function or by stochastic rounding."""
     arguments = (problem.required | problem.settings).values()
     rounds = any(getattr(x, "stochastic_rounding", False) for x in arguments)
     return CONTRACTS[problem.function].signature.random or rounds or problem.draws
@@ -83,7 +79,7 @@ class Runner:
             late: the device writes the inputs only after the call has been made.
             forbid_sync: make waiting for the device an error.
             replay: values with which the call is replayed, after its capture in a graph.
-            manner: how the call is made, if not in the plain way: a name in MANNERS.
+            manner: how the call is made, if not in the plain way: see `made`.
             before: a call that takes the same opaque inputs before, whose results are dropped.
             earlier: a call before, of other values, which these ones overwrite in the same tensors.
 
@@ -108,7 +104,7 @@ class Runner:
                 if forbid_sync:
                     torch.cuda.set_sync_debug_mode("error")
                 outputs = (
-                    MANNERS[manner](lambda: self._call(problem, placed, opaque, manner))
+                    made(manner, lambda: self._call(problem, placed, opaque, manner))
                     if replay is None
                     else self._captured(problem, replay, placed, opaque)
                 )
@@ -181,9 +177,7 @@ class Runner:
             raise Misbehaved("call", "state", f"left another {changed} than before the call")
 
     def _finished(self, problem: Problem, outputs: Outputs) -> Outputs:
-        """The outputs, once the device has computed them, with what further calls read from
-        them.
-        """
+        """The outputs, once the device has computed them, with what further calls read of them."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         return problem.read(self.implementation, outputs) if problem.read else outputs
@@ -218,9 +212,7 @@ class Runner:
         return laid_out(x, layout) if isinstance(x, Tensor) else x
 
     def place(self, problem: Problem, storage: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The inputs and cotangents on the device in their layouts, or in the memory of given
-        tensors.
-        """
+        """The inputs and cotangents on the device in their layouts, or in given memory."""
         if storage is None:
             placed = {
                 name: laid_out(copied(x, self.device), problem.layouts.get(name, "contiguous"))
@@ -270,7 +262,9 @@ class Runner:
                     raise Misbehaved(name, "graph", "has a graph, although the call is made under torch.no_grad")
                 return outputs
             if manner == "twice":
-                return self._second_derivatives(problem, placed, outputs)
+                inputs = {name: placed[name] for name in problem.wanted}
+                cotangents = {name: placed[f"d_{name}"] for name in problem.cotangents}
+                return second_derivatives(outputs, inputs, cotangents)
             if manner == "overwritten":
                 return overwritten(outputs, lambda: self.gradients(problem, placed, outputs))
             return outputs | self.gradients(problem, placed, outputs)
@@ -297,10 +291,8 @@ class Runner:
         left_out = {*self.implementation.lacks(problem.function, problem.settings)}
         left_out &= {*CONTRACTS[problem.function].redundant}
         left_out |= self.implementation.with_default(problem.function, problem.omitted)
-        passed_settings = {
-            name: x for name, x in problem.settings.items() if name not in left_out or name == problem.blame
-        }
-        settings = {name: placed[name] if name in placed else self._on_device(x) for name, x in passed_settings.items()}
+        names = [name for name in problem.settings if name not in left_out or name == problem.blame]
+        settings = {name: placed[name] if name in placed else self._on_device(problem.settings[name]) for name in names}
         return arguments, settings
 
     def _forward(self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None) -> Outputs:
@@ -334,9 +326,7 @@ class Runner:
         return [outputs[name] for name in attached], cotangents
 
     def gradients(self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs) -> dict[str, Tensor]:
-        """The gradients of the wanted inputs; zeros for an input that has no effect on the
-        outputs.
-        """
+        """The gradients of the wanted inputs; zeros for an input without an effect."""
         if not problem.wanted:
             return {}
         inputs = [placed[name] for name in problem.wanted]
@@ -346,10 +336,6 @@ class Runner:
             gradients = torch.autograd.grad(attached, inputs, cotangents, allow_unused=True)
         triples = zip(problem.wanted, inputs, gradients, strict=True)
         return {f"d_{name}": torch.zeros_like(x) if g is None else g for name, x, g in triples}
-
-    def _second_derivatives(self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs) -> Outputs:
-        inputs = {name: placed[name] for name in problem.wanted}
-        return second_derivatives(outputs, inputs, {name: placed[f"d_{name}"] for name in problem.cotangents})
 
     def _accumulated_gradients(
         self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs, keep: bool = False

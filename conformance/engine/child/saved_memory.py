@@ -1,6 +1,4 @@
-"""Measures the bytes that a call keeps for its backward pass: the memory that stays alive with its
-results.
-"""
+"""Measures the bytes that a call keeps for its backward pass, which stay with its results."""
 
 import gc
 from collections.abc import Callable, Iterable
@@ -44,9 +42,7 @@ def alive_bytes(run: Callable[[], Any], inputs: Iterable[Tensor], afterwards: Ca
 
 
 def allocated_bytes(run: Callable[[], Any], inputs: Iterable[Tensor]) -> int:
-    """The same on a GPU, as torch's allocator counts bytes: each storage takes a multiple of
-    512.
-    """
+    """The same on a GPU, by torch's allocator: each storage takes a multiple of 512 bytes."""
     known_storages = {StorageWeakRef(storage).cdata for storage in _storages([*inputs])}
     gc.collect()
     torch.cuda.synchronize()
@@ -54,11 +50,9 @@ def allocated_bytes(run: Callable[[], Any], inputs: Iterable[Tensor]) -> int:
     out = run()
     torch.cuda.synchronize()
     gc.collect()
-    of_results = {StorageWeakRef(storage).cdata: storage.nbytes() for storage in _storages(out)}
-    result_storages = {address: size for address, size in of_results.items() if address not in known_storages}
-    return (
-        torch.cuda.memory_allocated() - bytes_before - sum(-(-size // 512) * 512 for size in result_storages.values())
-    )
+    sizes = {StorageWeakRef(storage).cdata: storage.nbytes() for storage in _storages(out)}
+    of_results = sum(-(-size // 512) * 512 for address, size in sizes.items() if address not in known_storages)
+    return torch.cuda.memory_allocated() - bytes_before - of_results
 
 
 def _storages(tree: Any) -> list[Any]:

@@ -25,7 +25,7 @@ def traced(package: str) -> Iterator[set[str]]:
             return
         if frame.f_code.co_filename.startswith(package):
             calls.add(label(frame.f_code))
-        elif _is_launch(frame):
+        elif frame.f_code.co_qualname == "JITFunction.run" and "triton" in frame.f_code.co_filename:
             values = (frame.f_locals["self"], *frame.f_locals["args"], *frame.f_locals["kwargs"].values())
             calls.update(label(code) for code in _compiled(values, package))
 
@@ -43,12 +43,6 @@ def traced(package: str) -> Iterator[set[str]]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-
-
-def _is_launch(frame: FrameType) -> bool:
-    """Whether the frame is a launch of a kernel by Triton."""
-    code = frame.f_code
-    return code.co_qualname == "JITFunction.run" and "triton" in code.co_filename
 
 
 def _compiled(values: Iterable[Any], package: str) -> set[CodeType]:

@@ -27,11 +27,8 @@ def warm_up(folder: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.getsize(lock.name) == 0:
             lock.write("done")
-            _empty_kernel(triton)[(1,)]()
 
+            def nothing():  # type: ignore[no-untyped-def]
+                pass
 
-def _empty_kernel(triton: Any) -> Any:
-    def nothing():  # type: ignore[no-untyped-def]
-        pass
-
-    return triton.jit(nothing)
+            triton.jit(nothing)[(1,)]()

@@ -119,10 +119,10 @@ class Closure:
             return set(loaded["__reaches__"])
         if source is None or source.hides:
             return {ANY}
-        own = [value for name, value in list(loaded.items()) if values and self._is_own(module, name, value)]
-        return self.held(own) | {target for imported in source.imports for target in self.targets(imported)}
+        bound = [value for name, value in list(loaded.items()) if values and self._binds(module, name, value)]
+        return self.held(bound) | {target for imported in source.imports for target in self.targets(imported)}
 
-    def _is_own(self, module: str, name: str, value: Any) -> bool:
+    def _binds(self, module: str, name: str, value: Any) -> bool:
         """Whether a module itself binds a name, and not only an import or that of a submodule."""
         source = self.source(module)
         if source is None or name.startswith("__") or name in source.assigned:
@@ -130,7 +130,7 @@ class Closure:
         is_submodule = type(value) is ModuleType and value.__name__ == f"{module}.{name}"
         return name not in source.bindings and not is_submodule
 
-    def targets(self, imported: Import, seen: frozenset[Import] = frozenset()) -> set[str]:
+    def targets(self, imported: Import, ancestors: frozenset[Import] = frozenset()) -> set[str]:
         """The modules that an import leads to. For a name that the `__init__` of a package passes
         on these are the module that defines it, and the `__init__` alone.
         """
@@ -138,12 +138,13 @@ class Closure:
         path, source = self.packages.path(module), self.source(module)
         submodules = {f"{module}.{name}"} if name and self.packages.path(f"{module}.{name}") else set()
         bindings = [] if name in ("", "*") else self._bindings(module, name)
-        if imported in seen and submodules:
+        is_circle = imported in ancestors
+        if is_circle and submodules:
             return submodules
         passes_on = path.endswith(PACKAGE) and source and name not in source.assigned and (bindings or submodules)
-        if not passes_on or imported in seen:
+        if not passes_on or is_circle:
             return submodules | ({module} if path else set())
-        followed = [self.targets(binding, seen | {imported}) for binding in bindings]
+        followed = [self.targets(binding, ancestors | {imported}) for binding in bindings]
         return submodules.union({module + ALONE}, *followed)
 
     def _bindings(self, module: str, name: str) -> list[Import]:
@@ -162,17 +163,17 @@ class Closure:
                 only at this argument, only this item counts.
         """
         modules: set[str] = set()
-        seen: set[int] = set()
+        visited_ids: set[int] = set()
         waiting = list(values)
-        kept = [waiting.copy()]  # so that no id in `seen` is given to another object
-        asked = {id(value) for value in waiting}
+        references = [waiting.copy()]  # so that no visited id is given to another object
+        ids_of_arguments = {id(value) for value in waiting}
         while waiting:
             value = waiting.pop()
             kind = type(value)
-            if kind in PLAIN or id(value) in seen:
+            if kind in PLAIN or id(value) in visited_ids:
                 continue
-            seen.add(id(value))
-            if len(seen) > MOST:
+            visited_ids.add(id(value))
+            if len(visited_ids) > MOST:
                 return {ANY}
             inner: list[Any] = []
             if issubclass(kind, ModuleType):
@@ -185,7 +186,7 @@ class Closure:
                 home = value.__globals__.get("__name__")
                 is_code_of_user = self.packages.is_followed(value.__code__.co_filename)
                 modules.add(ANY if is_code_of_user and not self._is_followed(home) else home)
-                cells = _cells(value, function if id(value) in asked else "")
+                cells = _cells(value, function if id(value) in ids_of_arguments else "")
                 inner = [value.__defaults__, value.__kwdefaults__, vars(value), *cells]
             elif kind is dict and "__builtins__" in value:  # all names of a module
                 modules.add(value.get("__name__"))
@@ -197,7 +198,7 @@ class Closure:
                 modules |= {value.__module__} if kind is BuiltinFunctionType else set()
                 inner = [kind] if issubclass(kind, torch.Tensor) else [kind, *gc.get_referents(value)]
             waiting += inner
-            kept.append(inner)
+            references.append(inner)
         return {name for name in modules if name == ANY or self._is_followed(name)}
 
     def _is_followed(self, module: Any) -> bool:

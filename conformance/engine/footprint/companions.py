@@ -60,14 +60,16 @@ def _names_of_calls(module: str) -> set[str]:
     for node in nodes:
         for argument in _named_function(node):
             name = _name(argument, module)
-            names |= _texts(nodes) & _known() | _functions_beside(module) if name is None else {name}
+            names |= _possible_names(nodes, module) if name is None else {name}
     return names
 
 
-def _functions_beside(module: str) -> set[str]:
-    """The functions of the family that the module is in."""
+def _possible_names(nodes: list[ast.AST], module: str) -> set[str]:
+    """The functions that stand as text in a module, and those of its family."""
     homes = zip(MODULES, FAMILIES, strict=True)
-    return {contract.function for home, family in homes if module.startswith(home) for contract in family.contracts}
+    beside = {contract.function for home, family in homes if module.startswith(home) for contract in family.contracts}
+    known_names = {name for contract in CONTRACTS.values() for name in (contract.function, *contract.companions)}
+    return beside | {x.value for x in nodes if isinstance(x, ast.Constant) and isinstance(x.value, str)} & known_names
 
 
 def _named_function(node: ast.AST) -> Iterator[ast.expr]:
@@ -76,8 +78,8 @@ def _named_function(node: ast.AST) -> Iterator[ast.expr]:
         return
     called = node.func
     if isinstance(called, ast.Attribute):
-        is_own = isinstance(called.value, ast.Name) and called.value.id == "self"  # `Contract.call`
-        asks = called.attr in ASKING and not is_own
+        is_of_contract = isinstance(called.value, ast.Name) and called.value.id == "self"  # `Contract.call`
+        asks = called.attr in ASKING and not is_of_contract
     elif isinstance(called, ast.Subscript):
         asks = isinstance(called.slice, ast.Constant) and called.slice.value in ASKING
     else:
@@ -99,13 +101,3 @@ def _name(node: ast.expr, module: str) -> str | None:
             return ""
         return getattr(vars(sys.modules[module]).get(node.value.id), node.attr, None)
     return None
-
-
-def _texts(nodes: list[ast.AST]) -> set[str]:
-    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-
-
-@cache
-def _known() -> set[str]:
-    """All functions of the contracts, and the helpers that are offered with them."""
-    return {name for contract in CONTRACTS.values() for name in (contract.function, *contract.companions)}

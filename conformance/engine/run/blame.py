@@ -1,6 +1,4 @@
-"""Decides to which call a failure is attributed, because a law about two calls also fails if the
-second call is wrong.
-"""
+"""Attributes a failure to a call: a law about two calls also fails if the second one is wrong."""
 
 from collections.abc import Callable
 

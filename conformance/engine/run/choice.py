@@ -1,6 +1,4 @@
-"""Decides which functions and cases a run judges, from --function, --where and the namespace's own
-scope.
-"""
+"""Decides what a run judges, from --function, --where and the namespace's own scope."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -47,15 +47,14 @@ def checked(case: Case) -> Case:
         CaseError: an unknown law, golden case, illegal call or word, or illegal settings.
     """
     contract = CONTRACTS[case.function]
-    for name, known_names in (
-        ("law", contract.laws),
-        ("golden", contract.golden),
-        ("illegal", contract.illegal),
-    ):
+    for name, known_names in (("law", contract.laws), ("golden", contract.golden), ("illegal", contract.illegal)):
         value = getattr(case, name)
         if value and value not in known_names:
             raise CaseError(f"{name} is {value!r}; {case.function} has {', '.join(known_names)}")
-    _check_before(case)
+    for index, earlier in enumerate(case.before):
+        placed(index, checked, earlier)
+    if not runs_in_one_place(case):
+        raise CaseError("before: calls of several ranks run before one of several ranks, others before others")
     reason = None if case.golden or case.illegal else scope_of(case.function, Space()).refused(case)
     if reason:
         raise CaseError(reason)
@@ -70,13 +69,6 @@ def checked(case: Case) -> Case:
         if x is None or not x.is_floating_point() or x.element_size() == 1:
             raise CaseError(f"grads asks for {name!r}, which has no gradient in this call")
     return case
-
-
-def _check_before(case: Case) -> None:
-    for index, earlier in enumerate(case.before):
-        placed(index, checked, earlier)
-    if not runs_in_one_place(case):
-        raise CaseError("before: calls of several ranks run before one of several ranks, others before others")
 
 
 def read_folder(folder: Path) -> list[Case]:

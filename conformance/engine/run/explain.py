@@ -1,6 +1,4 @@
-"""Finds the stage of a failing case that is wrong: each stage runs by itself, on the reference's
-inputs.
-"""
+"""Finds the wrong stage of a failing case: each stage runs alone, on the reference's inputs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +8,7 @@ from conformance.core.case import Case
 from conformance.engine.child.outcome import Outcome
 from conformance.engine.run.pool import Pool
 from conformance.engine.run.session import FAILING
+from conformance.texts import failure_text
 from conformance.usage import UsageError
 
 
@@ -47,9 +46,7 @@ class Explained:
 
 def told(outcome: Outcome) -> str:
     """The status, with what is wrong, or with the reason why there is no verdict."""
-    if finding := outcome.finding:
-        return f"{outcome.status}: {finding['output']} [{finding['check']}] {finding['message']}"
-    return f"{outcome.status} {outcome.reason}".strip()
+    return f"{outcome.status}{':' * bool(outcome.finding)} {failure_text(outcome.finding, outcome.reason)}".strip()
 
 
 def explain(case: Case, pool: Pool) -> Explained:

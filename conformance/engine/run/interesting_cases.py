@@ -60,9 +60,7 @@ class InterestingCases:
         return new
 
     def distilled(self) -> list[Case]:
-        """A few cases that reach all that was reached: each adds as much as possible to those
-        before it.
-        """
+        """A few cases that reach all that was reached; each adds as much as possible."""
         uncovered, out = set(self.seen), []
         while uncovered:
             best = max(self.reached, key=lambda case: (len(self.reached[case] & uncovered), -len(case.text), case.text))

@@ -81,9 +81,7 @@ def check() -> None:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Raise the interrupt of a signal only at the end of the block, so that a process which starts
-    in it has an owner.
-    """
+    """Raise a signal's interrupt at the end of the block, when its new process has an owner."""
     global _raising
     was_raising, _raising = _raising, False
     yield

@@ -1,7 +1,6 @@
 """The verdict of a run from the JSON reports of its shards."""
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 from conformance.catalogue import CONTRACTS
@@ -14,6 +13,7 @@ from conformance.engine.run.verdict import (
     FunctionVerdict,
     Verdict,
     distinct,
+    exit_code_of,
     named,
     shortfalls_of,
     status_of,
@@ -53,12 +53,9 @@ def merge(reports: list[Report], ended_by: str = "") -> Verdict:
     reasons = [ended_by, *(shard_report["ended_by"] for shard_report in shard_reports)]
     out.ended_by = "; ".join(dict.fromkeys(filter(None, reasons)))
     rules = None if out.ended_by else PROFILES[out.profile]
+    functions = [shard_report["functions"] for shard_report in shard_reports]
     for name in CONTRACTS:
-        shard_verdicts = [
-            FunctionVerdict(**shard_report["functions"][name])
-            for shard_report in shard_reports
-            if name in shard_report["functions"]
-        ]
+        shard_verdicts = [FunctionVerdict(**records[name]) for records in functions if name in records]
         out.functions[name] = _joined(name, shard_verdicts, rules, bool(out.ended_by))
     out.failures = distinct([failure for shard_report in shard_reports for failure in shard_report["failures"]])
     return _judged(out, shard_reports, rules)
@@ -86,21 +83,17 @@ def _joined(name: str, shard_verdicts: list[FunctionVerdict], rules: Profile | N
     """The verdict on a function from all its cases."""
     if not shard_verdicts or shard_verdicts[0].status in KEPT:
         return shard_verdicts[0] if shard_verdicts else FunctionVerdict("not offered")
+    first, cases = shard_verdicts[0], sum(shard_verdict.cases for shard_verdict in shard_verdicts)
     out = FunctionVerdict(
-        "", without=shard_verdicts[0].without, declares=shard_verdicts[0].declares, scope=shard_verdicts[0].scope
+        "", cases, without=first.without, declares=first.declares, scope=first.scope, reason=first.reason
     )
-    out.cases, out.reason = sum(shard_verdict.cases for shard_verdict in shard_verdicts), shard_verdicts[0].reason
-    out.counts = _sum_of_counts(shard_verdict.counts for shard_verdict in shard_verdicts)
-    out.transports = _sum_of_counts(shard_verdict.transports for shard_verdict in shard_verdicts)
-    out.missing = _sum_of_counts(shard_verdict.missing for shard_verdict in shard_verdicts)
+    for name_of_counts in ("counts", "transports", "missing"):
+        counts = (Counter(getattr(shard_verdict, name_of_counts)) for shard_verdict in shard_verdicts)
+        setattr(out, name_of_counts, dict(sorted(sum(counts, Counter()).items())))
     ranked = [shard_verdict.note for shard_verdict in shard_verdicts if shard_verdict.transports]
     out.note = ranked[0] if len(set(ranked)) == 1 else ""
     out.status = status_of(name, out, rules, cut)
     return out
-
-
-def _sum_of_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    return dict(sorted(sum(map(Counter, counts), Counter()).items()))
 
 
 def _judged(out: Verdict, shard_reports: list[Report], rules: Profile | None) -> Verdict:
@@ -111,11 +104,9 @@ def _judged(out: Verdict, shard_reports: list[Report], rules: Profile | None) ->
     shortfalls = [x for name, f in out.functions.items() for x in shortfalls_of(name, f, rules, out.where)]
     if out.ended_by:
         shortfalls = [f"{out.ended_by} ended a shard", *shortfalls]
-    differs = any(f.status in ("differs", "blocked") for f in out.functions.values())
     out.problems = list(dict.fromkeys(problems[3] + shortfalls + problems[1] + problems[5]))
-    out.exit_code = 3 if problems[3] else 1 if differs else 4 if shortfalls else 5 if problems[5] else 0
-    unchanged = any(function.status == UNCHANGED for function in out.functions.values())
-    out.verdict = named(out, out.ended_by, unchanged)
+    out.exit_code = exit_code_of(out, problems[3], shortfalls, problems[5])
+    out.verdict = named(out)
     return out
 
 

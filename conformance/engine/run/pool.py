@@ -22,16 +22,7 @@ from conformance.engine.child import server
 from conformance.engine.child.child import serve
 from conformance.engine.child.outcome import LAST, Outcome
 from conformance.engine.child.patience import LOOK_SECONDS, CaseClock, Patience
-from conformance.engine.child.processes import (
-    end,
-    ended,
-    ending,
-    expect_messages,
-    kill,
-    plain_main,
-    received,
-    where,
-)
+from conformance.engine.child.processes import end, ended, ending, kill, received, started, where
 from conformance.engine.child.sanitizer import explained
 from conformance.engine.choose.plan import Draw, Structure
 from conformance.engine.options import ChildOptions
@@ -151,20 +142,17 @@ class Pool:
             self.start()
         while agenda or any(lane.case for lane in self._lanes) or not all(child.idle for child in self._children):
             for child in self._children:
-                if child.idle and (work := self._next_work(agenda, child.last)):
-                    self._send(child, work)
+                if child.idle:
+                    busy = [child for child in self._children if not child.idle]
+                    heavy = sum(is_heavy(child.cases) for child in busy) < self._most_heavy
+                    if work := agenda.take(heavy, child.last, [child.last for child in busy]):
+                        self._send(child, work)
             for number, lane in enumerate(self._lanes):
                 if not lane.case and (case := agenda.take_ranked(number, len(self._lanes))):
                     lane.start(case)
             check()
             self._wait()
             yield from self._answers(agenda)
-
-    def _next_work(self, agenda: Agenda, last: str) -> Work | None:
-        """The next work for a child whose last function was `last`."""
-        busy = [child for child in self._children if not child.idle]
-        heavy = sum(is_heavy(child.cases) for child in busy) < self._most_heavy
-        return agenda.take(heavy, last, [child.last for child in busy])
 
     def _answers(self, agenda: Agenda) -> Iterator[tuple[Case | Draw, Answer]]:
         """The answers of the children and worlds. A child that died or hangs is replaced."""
@@ -205,9 +193,7 @@ class Pool:
         return outcome
 
     def run_alone(self, case: Case) -> Outcome:
-        """The outcome of the case in a child, or a world, that has run nothing before; with the
-        longer limit.
-        """
+        """The outcome of the case in a fresh child, or world, with the longer limit."""
         if ranks_with_calls_before(case):
             self.worlds.close()
             return self.worlds.run(case, alone=True)
@@ -223,9 +209,8 @@ class Pool:
     def close(self) -> None:
         """End every child; nothing is left running."""
         children = [*self._children, *([self._spare] if self._spare else [])]
-        kill(
-            child.process for child in children if not child.ended
-        )  # all ends are requested first, and awaited together
+        # all ends are requested first, and awaited together
+        kill(child.process for child in children if not child.ended)
         for lane in self._lanes:
             lane.close()
         for child in children:
@@ -236,13 +221,8 @@ class Pool:
 
     def _launch(self) -> Child:
         self._started += 1
-        pipe, child_pipe = self._context.Pipe()
-        expect_messages(pipe)
         log_path = os.path.join(self._folder.name, f"child{self._started}.log")
-        process = self._context.Process(target=serve, args=(child_pipe, self.options, log_path), daemon=True)
-        with plain_main():
-            process.start()
-        child_pipe.close()
+        process, pipe = started(self._context, serve, self.options, log_path)
         return Child(process, pipe, log_path, clock=CaseClock([process.pid]))
 
     def _await_ready(self, child: Child) -> None:
@@ -348,9 +328,8 @@ class Pool:
             return ended(reason or ending(child.process, child.log_path))
         if child.clock.passed(child.limit):
             function, position = child.cases[0].function if child.cases else "", where(child.process, child.log_path)
-            return Outcome(
-                "HANG", reason=self.patience.hangs(function, child.clock, child.limit, child.alone, position)
-            )
+            reason = self.patience.hangs(function, child.clock, child.limit, child.alone, position)
+            return Outcome("HANG", reason=reason)
         return None
 
     def _end(self, child: Child) -> None:

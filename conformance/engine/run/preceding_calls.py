@@ -1,7 +1,7 @@
 """Finds the calls before a failing case that make it fail, if it passes by itself."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from conformance.core.case import Case
@@ -25,10 +25,10 @@ def with_calls_before(
         replace(call, before=()) for predecessor in (*ran, case) for call in (*predecessor.before, predecessor)
     ][:-1]
     calls_of_function = [predecessor for predecessor in earlier_cases if predecessor.function == case.function]
-    for calls in (
-        (calls_of_function, earlier_cases) if len(calls_of_function) < len(earlier_cases) else (calls_of_function,)
-    ):
-        for count in _doubling(len(calls)):
+    groups = [calls_of_function, earlier_cases] if len(calls_of_function) < len(earlier_cases) else [earlier_cases]
+    for calls in groups:
+        powers_of_two = {1 << power for power in range(len(calls).bit_length())}
+        for count in sorted(powers_of_two | {len(calls)} - {0}):
             if time.monotonic() > deadline:
                 return None
             shown = replace(case, before=tuple(calls[-count:]))
@@ -36,13 +36,3 @@ def with_calls_before(
             if failure_key(shown, second_outcome) == key:
                 return shown, second_outcome
     return None
-
-
-def _doubling(most: int) -> Iterator[int]:
-    """The numbers 1, 2, 4, … below `most`, then `most`; nothing for 0."""
-    count = 1
-    while count < most:
-        yield count
-        count *= 2
-    if most:
-        yield most

@@ -7,6 +7,7 @@ from typing import Any
 
 from conformance.core.case import Case
 from conformance.engine.child.outcome import Outcome
+from conformance.texts import failure_text
 
 LINE_SECONDS = 10.0
 FIRST = 0.05  # the share of the cases after which the remaining time is estimated
@@ -40,8 +41,7 @@ class Progress:
 
     def failure(self, case: Case, outcome: Outcome) -> None:
         """Show the first failure at once; its smallest case comes later."""
-        finding = outcome.finding
-        text = f"{finding['output']} [{finding['check']}] {finding['message']}" if finding else outcome.reason
+        text = failure_text(outcome.finding, outcome.reason)
         self._print(f"{outcome.status} {case.function}: {text} (case {case.text}); its smallest case will follow")
 
     def end(self) -> None:

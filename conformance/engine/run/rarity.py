@@ -63,14 +63,10 @@ def values(case: Case) -> list[str]:
 
     Sizes are given by class, and seeds are left out.
     """
-    axes = [axis for axis in axes_of(type(case)).values() if not isinstance(axis, Seed)]
-    return [
-        f"law={case.law}",
-        *(f"{axis.name}={_class(getattr(case, axis.name), isinstance(axis, Size))}" for axis in axes),
-    ]
-
-
-def _class(value: Any, is_size: bool) -> Any:
-    if isinstance(value, tuple):
-        return len(value).bit_length()
-    return size_class(value) if is_size else value
+    words = [f"law={case.law}"]
+    for axis in axes_of(type(case)).values():
+        value = getattr(case, axis.name)
+        of_class: Any = size_class(value) if isinstance(axis, Size) else value
+        of_class = len(value).bit_length() if isinstance(value, tuple) else of_class
+        words += [] if isinstance(axis, Seed) else [f"{axis.name}={of_class}"]
+    return words

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.engine.child import server
-from conformance.engine.child.processes import end, ending, plain_main
+from conformance.engine.child.processes import end, ending, started
 from conformance.engine.footprint.footprint import Footprints, serve_footprints, suite_digest, suite_folders
 from conformance.engine.options import ChildOptions
 from conformance.interface import UsageError
@@ -22,16 +22,9 @@ class Inquiry:
     """A process that finds footprints while this one goes on."""
 
     def __init__(self, options: ChildOptions) -> None:
-        context = server.start()
         self._folder = tempfile.TemporaryDirectory(prefix="moe-conformance-")
         self._log = os.path.join(self._folder.name, "log")
-        self._pipe, child_pipe = context.Pipe()
-        self._process: Any = context.Process(
-            target=serve_footprints, args=(child_pipe, options, self._log), daemon=True
-        )
-        with plain_main():
-            self._process.start()
-        child_pipe.close()
+        self._process, self._pipe = started(server.start(), serve_footprints, options, self._log)
 
     def answer(self) -> tuple[Footprints | None, dict[str, str], str]:
         """The footprints, the folders of the packages, and the reason if there are none."""
@@ -84,11 +77,8 @@ def footprints_at(revision: str, options: ChildOptions, roots: dict[str, str]) -
         content = subprocess.run(["git", "archive", commit], cwd=top, capture_output=True, check=True).stdout
         with tarfile.open(fileobj=BytesIO(content)) as archive:
             archive.extractall(copy, filter="data")
-        search = dict.fromkeys(
-            str(copy / _relative(Path(path), top).parent)
-            for path in roots.values()
-            if _relative(Path(path), top) != Path()
-        )
+        relative_paths = [_relative(Path(path), top) for path in roots.values()]
+        search = dict.fromkeys(str(copy / path.parent) for path in relative_paths if path != Path())
         footprints, copied, reason = Inquiry(replace(options, search=tuple(search))).answer()
         if footprints is None:
             raise UsageError(f"{flag}: the implementation is not usable at this revision: {reason}")

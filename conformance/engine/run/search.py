@@ -6,7 +6,9 @@ which climb towards the targets; and sequences of calls, if the function has a m
 is seeded, so only the time limit and the names of compiled kernels make two searches differ.
 """
 
+import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,14 +22,18 @@ from conformance.core.machine import run_machine
 from conformance.core.scope import Scope
 from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.draw import drawn, run_seed, scope_of
+from conformance.engine.options import Options
+from conformance.engine.run import interrupt
 from conformance.engine.run.corpus import REACHED
 from conformance.engine.run.failure import Failure
 from conformance.engine.run.hangs import confirmed_hang
 from conformance.engine.run.interesting_cases import InterestingCases
+from conformance.engine.run.pool import Lost
 from conformance.engine.run.progress import Progress
 from conformance.engine.run.rarity import Rarity
 from conformance.engine.run.reduction import Key, failure_key
 from conformance.engine.run.session import FAILING, Session
+from conformance.interface import UsageError
 
 RARE, OF = 150, 450  # cases of a round, and the drawn cases from which they are chosen
 PARTS = 30  # the batches in which they are drawn and run
@@ -147,9 +153,7 @@ class Search:
             return
 
     def rare(self, scope: Scope, seed: int, ends: float) -> None:
-        """Judge the rarest of many cases: drawn ones, and changes of the shapes that every run
-        has.
-        """
+        """Judge the rarest of many cases: drawn ones, and changes of shapes that every run has."""
         source = st.one_of(scope.drawn(), scope.drawn(), scope.near(self.shapes(scope)))
         for round_index in range(PARTS):  # checked here too, because drawing takes time
             cases = drawn(source, run_seed("rare", seed, round_index), OF // PARTS)
@@ -249,3 +253,37 @@ class Search:
                 best[name] = max(best.get(name, 0.0), score)
         self.progress.lines, self.progress.distinct = kept_cases.lines, len(self.failed)
         self.progress.case(outcome, failing and not waived)
+
+
+def fuzz(options: Options, minutes: float) -> Searched:
+    """Search the chosen functions, or all offered ones, each for an equal share of the time.
+
+    Failures are confirmed and reduced after the search. A signal, or the loss of the device, ends
+    it with what was found.
+
+    Raises:
+        UsageError: an unknown function, one that is not offered, or an unusable implementation.
+        CaseError: a kept file is no case.
+    """
+    searched = Searched()
+    with (
+        tempfile.TemporaryDirectory(prefix="moe-conformance-ledger-") as folder,
+        closing(Session(options, Path(folder), search=True)) as session,
+    ):
+        search = None
+        try:
+            with interrupt.interruptible():
+                session.start()
+                functions = session.description["functions"]
+                offered = [function for function in session.choice.functions if functions[function]["offered"]]
+                if not offered:
+                    raise UsageError(f"{options.implementation} offers no function that can be judged")
+                search = Search(session, offered, 60 * minutes, searched)
+                search.run()
+        except KeyboardInterrupt:
+            searched.ended_by = interrupt.reason() or "SIGINT"
+        except Lost as error:
+            searched.ended_by = f"the loss of the device ({error})"
+        if search:
+            search.end()
+    return searched

@@ -268,14 +268,11 @@ class Session:
         waiver = next(covering, None)
         status = "WAIVED" if waiver else outcome.status
         changed = [field.name for field in fields(case) if getattr(case, field.name) != getattr(first, field.name)]
-        coverage_fields: dict[str, Any] = {
-            "section": section.label,
-            "status": status,
-            "waiver": waiver.name if waiver else "",
-            "changed": changed,
-        }
-        coverage_fields |= {"settings": settings_of(case), "scores": outcome.scores} if self.options.covered else {}
-        self._record("outcome", case, outcome, **coverage_fields)
+        covered = {"settings": settings_of(case), "scores": outcome.scores} if self.options.covered else {}
+        name = waiver.name if waiver else ""
+        self._record(
+            "outcome", case, outcome, section=section.label, status=status, waiver=name, changed=changed, **covered
+        )
         if self.progress:
             self.progress.case(outcome, status in FAILING)
             if status in FAILING and not failed:
@@ -287,10 +284,8 @@ class Session:
 
     def _record(self, kind: str, case: Case, outcome: Outcome, **fields: Any) -> None:
         ended = round(time.monotonic() - self.started, 3)
-        content = (
-            {"id": case.id, "function": case.function, "ended": ended} | asdict(outcome) | {"law": case.law} | fields
-        )
-        self.ledger.write(kind, **content)
+        about = {"id": case.id, "function": case.function, "ended": ended}
+        self.ledger.write(kind, **about | asdict(outcome) | {"law": case.law} | fields)
 
     def smallest(self, key: Key, case: Case, outcome: Outcome, found_in: str) -> Failure | None:
         """Confirm, reduce, save and record a failure; None: it is one that is known.

@@ -56,9 +56,7 @@ def under(
     corpus: Iterable[Case],
     waivers: Iterable[Waiver],
 ) -> Footprints:
-    """The footprints, with everything else that decides a result: options, device, kept cases and
-    waivers.
-    """
+    """The footprints with all else that decides a result: options, device, cases, waivers."""
     conditions = {
         "the implementation": options.implementation,
         "the profile": options.profile,

@@ -34,6 +34,7 @@ EMPTY = "EMPTY SHARD"  # no case fell to this shard, which says nothing about th
 NOT_CHOSEN = "not chosen"  # by --function, or no case can match --where
 UNTOUCHED = ("not run", "not offered", NOT_CHOSEN, UNCHANGED)  # statuses without a verdict
 WRONG = ("FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED")
+Line = dict[str, Any]  # of a ledger
 
 
 class Marker(Protocol):
@@ -122,6 +123,11 @@ class Verdict:
         """The value of --impl and the flags after it, with which a failing case is replayed."""
         return replayed(self.implementation, self.sanitize)
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether some function is unchanged since an earlier report or revision."""
+        return any(function.status == UNCHANGED for function in self.functions.values())
+
     def record(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -165,34 +171,21 @@ def assemble(
         out.functions[name] = FunctionVerdict(NOT_CHOSEN)
     errors = _errors(lines, outcomes) + ([] if interrupted else _unfinished_sections(lines, outcomes))
     waiving = {line["waiver"] for line in outcomes}
-    errors += [
-        f"the waiver {name} waived nothing: remove it"
-        for name in waivers
-        if rules and not interrupted and name not in waiving
-    ]
-    unchanged = any(function.status == UNCHANGED for function in out.functions.values())
-    shortfalls = [
-        x for name, function in out.functions.items() for x in shortfalls_of(name, function, rules, out.where)
-    ]
-    shortfalls = _shortfalls_of_run(out, shortfalls, unchanged or may_be_empty, bool(rules))
+    unused = [name for name in waivers if name not in waiving] if rules and not interrupted else []
+    errors += [f"the waiver {name} waived nothing: remove it" for name in unused]
+    shortfalls = [x for name, f in out.functions.items() for x in shortfalls_of(name, f, rules, out.where)]
+    shortfalls = _shortfalls_of_run(out, shortfalls, out.is_unchanged or may_be_empty, bool(rules))
     regressions = _regressions(out, baseline) if baseline else []
-    differs = any(f.status in ("differs", "blocked") for f in out.functions.values())
     out.problems = errors + shortfalls + regressions
-    out.exit_code = 3 if errors else 1 if differs else 4 if shortfalls else 5 if regressions else 0
+    out.exit_code = exit_code_of(out, errors, shortfalls, regressions)
     _count_cases_not_run(out, lines, outcomes, options.accept_partial)
-    out.verdict = named(out, interrupted, unchanged)
+    out.verdict = named(out)
     if since and is_complete and not interrupted and not errors:
         since.keep(out)
     return out
 
 
-def _facts(
-    lines: list[dict[str, Any]],
-    outcomes: list[dict[str, Any]],
-    described: dict[str, Any],
-    options: Options,
-    seconds: float,
-) -> Verdict:
+def _facts(lines: list[Line], outcomes: list[Line], described: Line, options: Options, seconds: float) -> Verdict:
     """What ran, on what, and what failed, before any judgement."""
     out = Verdict(
         *("", 0, options.implementation, options.profile, options.seed, seconds),
@@ -214,9 +207,7 @@ def _facts(
     return out
 
 
-def _count_cases_not_run(
-    out: Verdict, lines: list[dict[str, Any]], outcomes: list[dict[str, Any]], accept_partial: bool
-) -> None:
+def _count_cases_not_run(out: Verdict, lines: list[Line], outcomes: list[Line], accept_partial: bool) -> None:
     """Count the cases and sections of an ended run that did not run.
 
     A conformant run is partial if they are more than random cases: a wrong kernel that the covering
@@ -255,13 +246,18 @@ def _shortfalls_of_run(out: Verdict, shortfalls: list[str], may_be_empty: bool, 
     return shortfalls
 
 
-def named(verdict: Verdict, interrupted: str, unchanged: bool) -> str:
+def exit_code_of(out: Verdict, errors: list[str], shortfalls: list[str], regressions: list[str]) -> int:
+    differs = any(function.status in ("differs", "blocked") for function in out.functions.values())
+    return 3 if errors else 1 if differs else 4 if shortfalls else 5 if regressions else 0
+
+
+def named(verdict: Verdict) -> str:
     if verdict.is_partial:
         return f"{NAMES[0]} SO FAR"
-    if interrupted and verdict.exit_code == 4:
+    if verdict.ended_by and verdict.exit_code == 4:
         return "INTERRUPTED"
     if not verdict.cases and not verdict.exit_code:
-        return "UNCHANGED" if unchanged else EMPTY
+        return "UNCHANGED" if verdict.is_unchanged else EMPTY
     judged = (f for f in verdict.functions.values() if f.status not in UNTOUCHED)
     limits = ["within scope"] if any(function.scope for function in judged) else []
     limits += [f"where {verdict.where}"] if verdict.where else []
@@ -291,9 +287,7 @@ def read_baseline(path: Path, flag: str = "--baseline") -> dict[str, Any]:
     return content
 
 
-def _function(
-    name: str, offer: dict[str, Any], outcomes: list[dict[str, Any]], rules: Profile | None, cut: bool
-) -> FunctionVerdict:
+def _function(name: str, offer: Line, outcomes: list[Line], rules: Profile | None, cut: bool) -> FunctionVerdict:
     """The verdict on a function from its outcomes; `cut`: some of its cases did not run."""
     counts = Counter(line["status"] for line in outcomes)
     without, declares = offer.get("without", []), offer.get("declares", {})
@@ -325,10 +319,8 @@ def status_of(name: str, function: FunctionVerdict, rules: Profile | None, cut: 
     return "conformant" if counts else "not run"
 
 
-def _specialising(outcomes: list[dict[str, Any]]) -> dict[str, float]:
-    """For each field, the kernels per case with a change of the field, minus the kernels per case
-    without it.
-    """
+def _specialising(outcomes: list[Line]) -> dict[str, float]:
+    """By field, the kernels per case with a change of it, minus those of cases without it."""
     varied = [(set(line["changed"]), len(line["kernels"])) for line in outcomes if line["changed"]]
     out: dict[str, float] = {}
     for name in sorted({name for changed, _ in varied for name in changed}):
@@ -366,14 +358,14 @@ def shortfalls_of(name: str, function: FunctionVerdict, rules: Profile | None, w
     return out
 
 
-def _errors(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list[str]:
+def _errors(lines: list[Line], outcomes: list[Line]) -> list[str]:
     """Errors of the suite itself."""
     cases = [line for line in outcomes if line["status"] == "ERROR"]
     problems = [line["text"] for line in lines if line["kind"] == "problem"]
     return [f"{line['function']} case {line['id']}: {line['reason']}" for line in cases[:5]] + problems
 
 
-def _unfinished_sections(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list[str]:
+def _unfinished_sections(lines: list[Line], outcomes: list[Line]) -> list[str]:
     """Sections with fewer results than cases."""
     done = Counter(line["section"] for line in outcomes)
     return [

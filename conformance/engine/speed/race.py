@@ -1,6 +1,4 @@
-"""Compares the speed of an implementation with a rival's over cases. A wrong result has no
-speed.
-"""
+"""Compares the speed of an implementation with a rival's. A wrong result has no speed."""
 
 import os
 import sys
@@ -130,15 +128,10 @@ class Racers:
     def _real(self, function: str) -> Any:
         """The case of real size that is nearest to the case that all sides accept."""
         spaces = [Space.of(description) for description in self.descriptions.values()]
-        space = Space(
-            self.device,
-            {
-                name: frozenset().union(*(racer_space.without[name] for racer_space in spaces))
-                for name in spaces[0].without
-            },
-            frozenset().union(*(racer_space.not_differentiable for racer_space in spaces)),
-            frozenset().union(*(racer_space.contiguous_only for racer_space in spaces)),
-        )
+        without = {name: frozenset().union(*(side.without[name] for side in spaces)) for name in spaces[0].without}
+        not_differentiable = frozenset().union(*(side.not_differentiable for side in spaces))
+        contiguous_only = frozenset().union(*(side.contiguous_only for side in spaces))
+        space = Space(self.device, without, not_differentiable, contiguous_only)
         scope = Scope(CONTRACTS[function], space)
         real = CONTRACTS[function].shapes.real
         assert real is not None
@@ -187,7 +180,10 @@ def _judge(racers: Racers, all_laps: Sequence[Lap]) -> None:
         except Untimed as error:
             lap.reason = str(error)
             continue
-        interpreted = _interpreted(racers, lap.problem) if racers.device == "cpu" else set()
+        inputs = Inputs.of(lap.problem, racers.device)
+        offering = {name: side for name, side in racers.sides.items() if side.offers(lap.problem.function)}
+        # a CPU interprets kernels, so that their times mean nothing
+        interpreted = [x for x in offering if racers.device == "cpu" and is_interpreted(inputs, offering[x])]
         if racers.own in interpreted:
             lap.reason = f"{racers.own} {INTERPRETED}"
             continue
@@ -200,14 +196,6 @@ def _judge(racers: Racers, all_laps: Sequence[Lap]) -> None:
         lap.status, lap.reason = outcome.status, told(outcome)
     for lap, outcome in racers.judged(racers.rival, [lap for lap in rivals if lap.status == "PASS"]):
         lap.rival = "" if outcome.status == "PASS" else f"{racers.rival}: {told(outcome)}"
-
-
-def _interpreted(racers: Racers, problem: Problem) -> set[str]:
-    """The sides whose kernels a CPU interprets, so that their times mean nothing."""
-    inputs = Inputs.of(problem, racers.device)
-    return {
-        name for name, side in racers.sides.items() if side.offers(problem.function) and is_interpreted(inputs, side)
-    }
 
 
 def _time(racers: Racers, lap: Lap, clock: Clock) -> None:

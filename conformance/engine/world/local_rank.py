@@ -24,13 +24,7 @@ class LocalRank:
         self, context: Any, options: ChildOptions, address: RankAddress, log_path: str, call: Listening | None = None
     ) -> None:
         self.log_path = log_path
-        self.pipe, child_pipe = context.Pipe()
-        processes.expect_messages(self.pipe)
-        arguments = (child_pipe if call is None else call, options, address, log_path)
-        self.process = context.Process(target=_serve, args=arguments, daemon=True)
-        with processes.plain_main():
-            self.process.start()
-        child_pipe.close()
+        self.process, self.pipe = processes.started(context, _serve, call, options, address, log_path)
         self._end = finalize(self, processes.end, self.process)
 
     def ending(self) -> str:
@@ -55,11 +49,13 @@ class LocalRank:
         self.process.close()
 
 
-def _serve(parent: Connection | Listening, options: ChildOptions, address: RankAddress, log_path: str) -> None:
-    if isinstance(parent, tuple):
-        listener, key = parent
-        with Client(listener, authkey=key) as connection:
-            connection.send(address.rank)
-            serve_rank(connection, options, address, log_path)  # type: ignore[arg-type]
-    else:
-        serve_rank(parent, options, address, log_path)
+def _serve(
+    pipe: Connection, call: Listening | None, options: ChildOptions, address: RankAddress, log_path: str
+) -> None:
+    if call is None:
+        serve_rank(pipe, options, address, log_path)
+        return
+    pipe.close()
+    with Client(call[0], authkey=call[1]) as connection:
+        connection.send(address.rank)
+        serve_rank(connection, options, address, log_path)  # type: ignore[arg-type]

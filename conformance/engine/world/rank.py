@@ -83,9 +83,7 @@ def serve_rank(connection: Connection, options: ChildOptions, address: RankAddre
 
 
 def _meet(address: RankAddress, device: str) -> tuple[dict[int, Any], list[str]]:
-    """A process group of the first n ranks, for each n, and the GPU of each rank; on CPUs there is
-    none.
-    """
+    """A process group of the first n ranks, for each n, and each rank's GPU, if any."""
     if sys.platform == "linux" and address.host == "127.0.0.1":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     patience = datetime.timedelta(seconds=MEETING_SECONDS)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection
+from operator import ne
 from typing import Any
 
 from conformance.catalogue import CONTRACTS
@@ -28,19 +29,8 @@ from conformance.engine.world.torchrun import RemoteRank
 GRACE_SECONDS = 4.0  # seconds for the other ranks once one has failed: they may wait for it forever
 SILENCE_SECONDS = 0.3  # seconds for the others, all inside calls, once one has raised or died
 ANSWER_SECONDS = 2.0  # seconds for the outcome of a rank that has judged its values
-WORST_FIRST = (
-    "ERROR",
-    "CRASH",
-    "FAIL",
-    "HANG",
-    "OOM",
-    "BLOCKED",
-    "NOT_OFFERED",
-    "DECLARED_UNSUPPORTED",
-    "PASS",
-    "UNINFORMATIVE",
-)
-BAD = WORST_FIRST[: WORST_FIRST.index("BLOCKED") + 1]
+BAD = ("ERROR", "CRASH", "FAIL", "HANG", "OOM", "BLOCKED")
+WORST_FIRST = (*BAD, "NOT_OFFERED", "DECLARED_UNSUPPORTED", "PASS", "UNINFORMATIVE")
 
 
 class NoWorld(Exception):
@@ -239,7 +229,13 @@ class World:
             location = f" from {'; '.join(where)}"
             return Outcome("HANG", reason=self._patience.hangs(case.function, self._clock, limit, is_only, location))
         worst, outcome = min(outcomes, key=lambda pair: (WORST_FIRST.index(pair[1].status), pair[0].rank))
-        differing_ranks = [member.rank for member in members if _other_inputs(member.seen, members[0].seen, failed)]
+        # after a failure, only the inputs that both ranks have generated are compared
+        first = members[0].seen
+        differing_ranks = [
+            member.rank
+            for member in members
+            if any(map(ne, member.seen, first)) or (not failed and len(member.seen) != len(first))
+        ]
         if differing_ranks:
             differing = f"rank {differing_ranks[0]} made other inputs of the case than rank 0"
             reason = f"{differing}: all ranks must run the same suite"
@@ -249,28 +245,19 @@ class World:
             message = f"{outcome.reason}, says rank {worst.rank} of {len(members)}; rank {different[0]} disagrees"
             finding = {"output": "supports", "check": "ranks", "message": message, "index": ()}
             return replace(outcome, status="FAIL", reason="", finding=finding)
-        all_outcomes = [rank_outcome for _, rank_outcome in outcomes]
-        return replace(
-            _named(outcome, case, worst, len(members), len(silent)),
-            seconds=max(rank_outcome.seconds for rank_outcome in all_outcomes),
-            seconds_implementation=max(rank_outcome.seconds_implementation for rank_outcome in all_outcomes),
-            seconds_reference=max(rank_outcome.seconds_reference for rank_outcome in all_outcomes),
-            evaluations=max(rank_outcome.evaluations for rank_outcome in all_outcomes),
-            kernels=sorted({kernel for rank_outcome in all_outcomes for kernel in rank_outcome.kernels}),
-            configurations=sorted({name for rank_outcome in all_outcomes for name in rank_outcome.configurations}),
-            launched=sorted({name for rank_outcome in all_outcomes for name in rank_outcome.launched}),
-            descriptions={name: x for rank_outcome in all_outcomes for name, x in rank_outcome.descriptions.items()},
-            tuned=joined(rank_outcome.tuned for rank_outcome in all_outcomes),
-            calls=sorted({call for rank_outcome in all_outcomes for call in rank_outcome.calls}),
-            transport=next((rank_outcome.transport for rank_outcome in all_outcomes if rank_outcome.transport), ""),
-            shares_gpu=any(rank_outcome.shares_gpu for rank_outcome in all_outcomes),
-        )
+        ranks = [rank_outcome for _, rank_outcome in outcomes]
+        largest = ("seconds", "seconds_implementation", "seconds_reference", "evaluations", "shares_gpu")
+        listed = ("kernels", "configurations", "launched", "calls")
+        joint: dict[str, Any] = {name: max(getattr(rank, name) for rank in ranks) for name in largest}
+        joint |= {name: sorted({x for rank in ranks for x in getattr(rank, name)}) for name in listed}
+        joint["descriptions"] = {name: x for rank in ranks for name, x in rank.descriptions.items()}
+        joint["tuned"] = joined(rank.tuned for rank in ranks)
+        joint["transport"] = next((rank.transport for rank in ranks if rank.transport), "")
+        return replace(_named(outcome, case, worst, len(members), len(silent)), **joint)
 
 
 def end_of_silence(members: list[Member]) -> float:
-    """The time at which ranks inside their calls are given up, because another rank has left its
-    call; infinity if none has.
-    """
+    """When ranks inside their calls are given up, as another has left its call; or infinity."""
     all_calling = all(member.calling for member in members if not member.outcome)
     if not all_calling or not any(member.left for member in members):
         return math.inf
@@ -286,12 +273,3 @@ def _named(outcome: Outcome, case: Case, member: Member, ranks: int, silent: int
             waited = ""
         return replace(outcome, finding=outcome.finding | {"message": f"{name}: {outcome.finding['message']}{waited}"})
     return replace(outcome, reason=f"{name}: {outcome.reason}") if outcome.status in BAD else outcome
-
-
-def _other_inputs(digests: list[int], first: list[int], failed: bool) -> bool:
-    """Whether two ranks have generated different inputs.
-
-    After a failure, only the inputs that both have generated are compared.
-    """
-    shared = min(len(digests), len(first)) if failed else None
-    return digests[:shared] != first[:shared]

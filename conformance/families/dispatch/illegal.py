@@ -7,7 +7,6 @@ import torch
 from conformance.core.contract import Problem
 from conformance.core.illegal import (
     Rule,
-    added,
     bare,
     flat,
     index_too_large,
@@ -113,11 +112,11 @@ HYBRIDEP_DISPATCH: dict[str, Rule] = _MAPS | {
     "recipe_of_other_blocks": setting("recipe", Recipe("mxfp8")),
     "recipe_in_words": setting("recipe", "block"),
 }
-HYBRIDEP_COMBINE: dict[str, Rule] = _COMBINE | _PROGRAMS | {"probs_flat": added("probs", torch.ones(1, 1))}
+HYBRIDEP_COMBINE: dict[str, Rule] = _COMBINE | _PROGRAMS | {"probs_flat": setting("probs", torch.ones(1, 1))}
 HYBRIDEP_CACHED_DISPATCH: dict[str, Rule] = _OTHER_TOKENS
 DEEPEP_DISPATCH: dict[str, Rule] = _INDICES | {
     "probs_too_long": _probs_too_long,
-    "scales_too_few": added("scales", torch.ones(0, 1)),
+    "scales_too_few": setting("scales", torch.ones(0, 1)),
     "alignment_zero": setting("expert_alignment", 0),
     "worst_tokens_negative": setting("num_worst_tokens", -1),
     "worst_tokens_of_one_rank": _no_room_for_all,

@@ -2,7 +2,7 @@
 
 import torch
 
-from conformance.core.illegal import Rule, added, flat, in_dtype, on_device, one_more, setting, together, with_values
+from conformance.core.illegal import Rule, flat, in_dtype, on_device, one_more, setting, together, with_values
 
 # two rows, one per expert
 COUNTS: dict[str, Rule] = {
@@ -24,8 +24,8 @@ HIDDEN: dict[str, Rule] = {
     "h_flat": flat("h"),
     "h_of_integers": in_dtype("h", torch.int32),
     "kind_unknown": setting("kind", "softmax"),
-    "probs_too_long": added("probs", torch.ones(3)),
-    "probs_of_integers": added("probs", torch.ones(2, dtype=torch.int64)),
+    "probs_too_long": setting("probs", torch.ones(3)),
+    "probs_of_integers": setting("probs", torch.ones(2, dtype=torch.int64)),
 }
 
 
@@ -63,11 +63,11 @@ EXPERTS: dict[str, Rule] = (
         "rows_flat": flat("rows"),
         "more_weights_than_counts": one_more("fc1_weight"),
         "fc2_of_more_experts": one_more("fc2_weight"),
-        "fc1_bias_too_wide": added("fc1_bias", torch.zeros(2, 3)),
-        "fc2_bias_of_one_expert": added("fc2_bias", torch.zeros(1, 1)),
-        "fc2_bias_of_integers": added("fc2_bias", torch.zeros(2, 1, dtype=torch.int64)),
-        "probs_too_long": added("probs", torch.ones(3)),
-        "probs_of_integers": added("probs", torch.ones(2, dtype=torch.int64)),
+        "fc1_bias_too_wide": setting("fc1_bias", torch.zeros(2, 3)),
+        "fc2_bias_of_one_expert": setting("fc2_bias", torch.zeros(1, 1)),
+        "fc2_bias_of_integers": setting("fc2_bias", torch.zeros(2, 1, dtype=torch.int64)),
+        "probs_too_long": setting("probs", torch.ones(3)),
+        "probs_of_integers": setting("probs", torch.ones(2, dtype=torch.int64)),
         "probs_on_input_without_probs": setting("probs_on_input", True),
         "align_zero": setting("align", 0),
         "recompute_unknown": setting("recompute", "fc1"),
@@ -77,9 +77,9 @@ EXPERTS: dict[str, Rule] = (
 
 SHARED: dict[str, Rule] = MLP | {
     "x_flat": flat("x"),
-    "gate_of_two_rows": added("gate_weight", torch.zeros(2, 1)),
-    "gate_wider_than_x": added("gate_weight", torch.zeros(1, 2)),
-    "gate_in_another_dtype": added("gate_weight", torch.zeros(1, 1, dtype=torch.float16)),
+    "gate_of_two_rows": setting("gate_weight", torch.zeros(2, 1)),
+    "gate_wider_than_x": setting("gate_weight", torch.zeros(1, 2)),
+    "gate_in_another_dtype": setting("gate_weight", torch.zeros(1, 1, dtype=torch.float16)),
 }
 
 
@@ -101,8 +101,8 @@ GROUPED_LINEAR: dict[str, Rule] = COUNTS | {
     "more_weights_than_counts": one_more("weight"),
     "weight_in_another_dtype": in_dtype("weight", torch.float16),
     "rows_flat": flat("rows"),
-    "bias_wider_than_weight": added("bias", torch.zeros(2, 2)),
-    "bias_of_integers": added("bias", torch.zeros(2, 1, dtype=torch.int64)),
+    "bias_wider_than_weight": setting("bias", torch.zeros(2, 2)),
+    "bias_of_integers": setting("bias", torch.zeros(2, 1, dtype=torch.int64)),
 }
 GROUPED_DGRAD: dict[str, Rule] = COUNTS | {
     "weight_taller_than_cotangent": one_more("weight", 1),
@@ -114,8 +114,8 @@ GROUPED_WGRAD: dict[str, Rule] = COUNTS | {
     "rows_more_than_cotangents": one_more("rows"),
     "cotangent_in_another_dtype": in_dtype("d_out", torch.float16),
     "rows_flat": flat("rows"),
-    "into_of_another_shape": added("accumulate_into", torch.zeros(2, 1, 2)),
-    "into_in_half": added("accumulate_into", torch.zeros(2, 1, 1, dtype=torch.bfloat16)),
+    "into_of_another_shape": setting("accumulate_into", torch.zeros(2, 1, 2)),
+    "into_in_half": setting("accumulate_into", torch.zeros(2, 1, 1, dtype=torch.bfloat16)),
 }
 GROUPED_MLP: dict[str, Rule] = EXPERTS
 SEQUENTIAL_MLP: dict[str, Rule] = EXPERTS
@@ -126,6 +126,6 @@ LATENT_PROJECTION: dict[str, Rule] = {
     "weight_flat": flat("weight"),
     "weight_wider_than_x": one_more("weight", 1),
     "weight_in_another_dtype": in_dtype("weight", torch.float16),
-    "bias_wider_than_weight": added("bias", torch.zeros(2)),
-    "bias_of_integers": added("bias", torch.zeros(1, dtype=torch.int64)),
+    "bias_wider_than_weight": setting("bias", torch.zeros(2)),
+    "bias_of_integers": setting("bias", torch.zeros(1, dtype=torch.int64)),
 }

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from conformance.core.contract import Problem
-from conformance.core.illegal import Rule, added, bare, in_dtype, on_device, one_more, setting, with_values
+from conformance.core.illegal import Rule, bare, in_dtype, on_device, one_more, setting, with_values
 from conformance.families.experts.illegal import HIDDEN, OF_GATES
 from conformance.families.permutation.illegal import PERMUTE
 from conformance.families.quantization.illegal import CURRENT
@@ -84,7 +84,7 @@ TRANSFORM_NOT_ROUNDED: dict[str, Rule] = {
 QUANTIZED_BACKWARD: dict[str, Rule] = TRANSFORM_NOT_ROUNDED | {
     "cotangent_too_long": one_more("d_out"),
     "cotangent_in_another_dtype": in_dtype("d_out", torch.float16),
-    "noise_unasked": added("noise", torch.zeros(2, 2, 2)),
+    "noise_unasked": setting("noise", torch.zeros(2, 2, 2)),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from conformance.core.contract import Problem
-from conformance.core.illegal import Rule, added, bare, in_dtype, setting
+from conformance.core.illegal import Rule, bare, in_dtype, setting
 from conformance.families.layer.layer import script
 
 OTHERS = 64  # settings, one of which has the place of settings that were dropped
@@ -99,8 +99,8 @@ _PARAMETERS: dict[str, Rule] = {
     "half_of_the_shared_experts": _without("shared_fc2_weight"),
 }
 _CALLS: dict[str, Rule] = {
-    "noise_without_jitter": added("noise", torch.zeros(2, 1)),
-    "mask_too_long": added("padding_mask", torch.zeros(3, dtype=torch.bool)),
+    "noise_without_jitter": setting("noise", torch.zeros(2, 1)),
+    "mask_too_long": setting("padding_mask", torch.zeros(3, dtype=torch.bool)),
     "sequences_cut_in_two": setting("batch_size", 3),
     "weights_in_another_dtype": in_dtype("fc1_weight", torch.float64),
 }

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from conformance.core.illegal import Rule, added, bare, flat, in_dtype, on_device, setting, with_values
+from conformance.core.illegal import Rule, bare, flat, in_dtype, on_device, setting, with_values
 from moe_ref.config import Recipe
 from moe_ref.config.state import new_quantizer_state
 
@@ -43,6 +43,6 @@ QUANTIZE: dict[str, Rule] = {
         _quantizing("splits", Recipe("mxfp8"), torch.zeros(64, 32), splits=torch.tensor([16, 48]))
     ),
     "transform_of_floats": _quantizing("x", Recipe("nvfp4"), _SQUARE.float(), columnwise=True),
-    "noise_unasked": added("noise", torch.zeros(2, 2, 1)),
+    "noise_unasked": setting("noise", torch.zeros(2, 2, 1)),
     "noise_of_one_direction": _quantizing("noise", Recipe("nvfp4"), _SQUARE, **_GRADIENT, noise=torch.zeros(1, 16, 16)),
 }

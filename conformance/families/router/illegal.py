@@ -2,7 +2,7 @@
 
 import torch
 
-from conformance.core.illegal import Rule, added, flat, in_dtype, on_device, one_more, setting, together
+from conformance.core.illegal import Rule, flat, in_dtype, on_device, one_more, setting, together
 
 # two tokens, two experts, one slot
 TOPK_INDICES: dict[str, Rule] = {
@@ -16,10 +16,10 @@ TOPK_INDICES: dict[str, Rule] = {
     "more_groups_kept_than_slots": together("group_topk", num_groups=2, group_topk=2),
     "too_few_experts_in_groups": together("group_topk", topk=2, num_groups=2, group_topk=1),
     "scaling_zero": setting("scaling_factor", 0.0),
-    "bias_with_softmax": added("expert_bias", torch.zeros(2)),
+    "bias_with_softmax": setting("expert_bias", torch.zeros(2)),
     "bias_too_long": together("expert_bias", score_function="sigmoid", expert_bias=torch.zeros(3)),
-    "indices_too_wide": added("precomputed_indices", torch.zeros(2, 2, dtype=torch.int64)),
-    "index_too_large": on_device(added("precomputed_indices", torch.full((2, 1), 2))),
+    "indices_too_wide": setting("precomputed_indices", torch.zeros(2, 2, dtype=torch.int64)),
+    "index_too_large": on_device(setting("precomputed_indices", torch.full((2, 1), 2))),
 }
 
 
@@ -40,7 +40,7 @@ AUX_LOSS_SCORES: dict[str, Rule] = {
     "no_slots": setting("topk", 0),
     "more_slots_than_experts": setting("topk", 3),
     "unknown_scores": setting("score_function", "relu"),
-    "mask_too_long": added("padding_mask", torch.zeros(3, dtype=torch.bool)),
+    "mask_too_long": setting("padding_mask", torch.zeros(3, dtype=torch.bool)),
 }
 LOAD_BALANCING_LOSS: dict[str, Rule] = {
     "columns_no_multiple": setting("num_experts", 5),
@@ -51,7 +51,7 @@ LOAD_BALANCING_LOSS: dict[str, Rule] = {
 Z_LOSS: dict[str, Rule] = {
     "coeff_negative": setting("coeff", -1.0),
     "logits_flat": flat("logits"),
-    "mask_too_long": added("padding_mask", torch.zeros(3, dtype=torch.bool)),
+    "mask_too_long": setting("padding_mask", torch.zeros(3, dtype=torch.bool)),
 }
 ATTACH_LOSS: dict[str, Rule] = {"scale_infinite": setting("scale", float("inf"))}
 UPDATE_EXPERT_BIAS: dict[str, Rule] = {
@@ -61,5 +61,5 @@ UPDATE_EXPERT_BIAS: dict[str, Rule] = {
 }
 ROUTE: dict[str, Rule] = {
     "batch_size_no_divisor": setting("batch_size", 3),
-    "mask_too_long": added("padding_mask", torch.zeros(3, dtype=torch.bool)),
+    "mask_too_long": setting("padding_mask", torch.zeros(3, dtype=torch.bool)),
 }

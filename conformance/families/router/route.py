@@ -191,7 +191,10 @@ class Route(Contract[RouteCase]):
         """One rank's expectations; none if rounding could change a choice on any rank.
 
         Args:
-            sequence, every: the steps of the ranks of its sequence, and of all ranks of the batch.
+            played: the outputs and gradients of the rank's calls.
+            steps: the steps of the rank.
+            sequence: the steps of each rank of its sequence.
+            steps_of_ranks: the steps of each rank of the batch.
         """
         if any(step.ambiguous for forwards in steps_of_ranks for step in forwards):
             return {}

@@ -29,7 +29,7 @@ KINDS: dict[str, Callable[..., Wrapper]] = {
     "rows of a slice read as adjacent": _always(layouts.reading(layouts.adjacent)),
     "overlapping rows read as adjacent": _always(layouts.reading(layouts.separate)),
     "rows past 256 numbered in 8 bits": _always(layouts.numbers_rows_in_bytes),
-    "pending minus ignored": _always(gradients.reads_no_pending_minus),
+    "pending minus ignored": _always(layouts.reading(gradients.without_pending_minus)),
     "pending minus of a cotangent ignored": _always(gradients.reads_no_pending_minus_of_a_cotangent),
     # state between calls
     "backward of the last forward": calls.backward_of_the_last_forward,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from conformance.mutants.defect import Wrapper
+from conformance.mutants.kinds.gradients import read_at
 
 
 def int32_view(x: Tensor) -> Tensor:
@@ -16,15 +17,7 @@ def int32_view(x: Tensor) -> Tensor:
     wrapped = (offsets + 2**31) % 2**32 - 2**31
     if x.numel() == 0 or torch.equal(wrapped, offsets):
         return x
-    raw = x.detach().view(torch.uint8) if x.element_size() == 1 else x.detach()
-    length = raw.untyped_storage().nbytes() // raw.element_size()
-    flat = raw.as_strided((length,), (1,), 0)
-    address = wrapped.add(x.storage_offset()).to(x.device)
-    in_bounds = (address >= 0) & (address < length)
-    out = torch.where(
-        in_bounds, flat[torch.where(in_bounds, address, 0)], torch.zeros((), dtype=raw.dtype, device=x.device)
-    )
-    return out.view(x.dtype).requires_grad_(x.requires_grad)
+    return read_at(x, wrapped.add(x.storage_offset()).to(x.device)).requires_grad_(x.requires_grad)
 
 
 def in_32_bits(argument: str = "0") -> Wrapper:

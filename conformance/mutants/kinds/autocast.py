@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from conformance.mutants.defect import Wrapper, with_values
-from conformance.mutants.kinds.conditions import only
+from conformance.mutants.kinds.conditions import Mistake, only
 from conformance.mutants.kinds.gradients import rounded_to, with_gradient
 
 
@@ -14,18 +14,26 @@ def _entered(*inputs: Any, **settings: Any) -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
-def _backward_in_bfloat16(function: Wrapper, result: Any, x: Tensor, *arguments: Any, **settings: Any) -> Any:
+def _under_autocast(mistake: Mistake) -> Wrapper:
+    return only(_entered, mistake)
+
+
+@_under_autocast
+def backward_in_bfloat16(function: Wrapper, result: Any, x: Tensor, *arguments: Any, **settings: Any) -> Any:
+    """The backward is computed in bfloat16, whatever the inputs are."""
     return function(with_gradient(x, rounded_to(torch.bfloat16)), *arguments, **settings)
 
 
-def _inputs_in_bfloat16(function: Wrapper, result: Any, x: Tensor, *arguments: Any, **settings: Any) -> Any:
+@_under_autocast
+def inputs_in_bfloat16(function: Wrapper, result: Any, x: Tensor, *arguments: Any, **settings: Any) -> Any:
+    """The inputs are cast to bfloat16, whatever they are."""
     return function(x.to(torch.bfloat16).to(x.dtype), *arguments, **settings)
 
 
-def _widened(function: Wrapper, result: Any, *inputs: Any, **settings: Any) -> Any:
-    if isinstance(result, Tensor):
-        return result.float()
-    return result._replace(probs=result.probs.float())
+@_under_autocast
+def widened(function: Wrapper, result: Any, *inputs: Any, **settings: Any) -> Any:
+    """The results have float32, as torch's own softmax under autocast."""
+    return result.float() if isinstance(result, Tensor) else result._replace(probs=result.probs.float())
 
 
 def first_of_a_shape() -> Wrapper:
@@ -37,11 +45,3 @@ def first_of_a_shape() -> Wrapper:
         return function(with_values(x, lambda _: first), *arguments, **settings)
 
     return only(_entered, mistake)
-
-
-# the backward is computed in bfloat16, whatever the inputs are
-backward_in_bfloat16 = only(_entered, _backward_in_bfloat16)
-# the inputs are cast to bfloat16, whatever they are
-inputs_in_bfloat16 = only(_entered, _inputs_in_bfloat16)
-# the results have float32, as torch's own softmax under autocast
-widened = only(_entered, _widened)

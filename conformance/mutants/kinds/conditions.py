@@ -44,11 +44,9 @@ def reads_flat(*names: str, position: int | None = None) -> Wrapper:
     """The settings, or the input at that place, are taken for contiguous."""
 
     def flat(x: Any) -> Any:
-        return (
-            with_values(x, lambda _: read_as_contiguous(x))
-            if isinstance(x, Tensor) and x.requires_grad
-            else (read_as_contiguous(x) if isinstance(x, Tensor) else x)
-        )
+        if isinstance(x, Tensor) and x.requires_grad:
+            return with_values(x, lambda _: read_as_contiguous(x))
+        return read_as_contiguous(x) if isinstance(x, Tensor) else x
 
     def mistake(function: Wrapper, result: Any, *inputs: Any, **settings: Any) -> Any:
         changed = [flat(x) if i == position else x for i, x in enumerate(inputs)]

@@ -37,27 +37,23 @@ def rounded_to(dtype: torch.dtype) -> Change:
     return lambda g: g.to(dtype).to(g.dtype)
 
 
-def read_as_contiguous(x: Tensor, start: int | None = None) -> Tensor:
+def read_at(x: Tensor, addresses: Tensor) -> Tensor:
+    """The elements of x's storage at these addresses; 0 outside of it."""
+    raw = x.detach().view(torch.uint8) if x.element_size() == 1 else x.detach()
+    length = raw.untyped_storage().nbytes() // raw.element_size()
+    in_bounds = (addresses >= 0) & (addresses < length)
+    elements = raw.as_strided((length,), (1,), 0)[torch.where(in_bounds, addresses, 0)]
+    return torch.where(in_bounds, elements, torch.zeros_like(elements)).view(x.dtype)
+
+
+def read_as_contiguous(x: Tensor) -> Tensor:
     """x, read as if its memory were contiguous; 0 past the end of the storage."""
-    raw = x.detach()
-    raw = raw.view(torch.uint8) if raw.element_size() == 1 else raw
-    length = int(raw.untyped_storage().nbytes()) // raw.element_size()
-    address = torch.arange(x.numel(), device=x.device) + int(x.storage_offset() if start is None else start)
-    flat = raw.as_strided((length,), (1,), 0)
-    in_bounds = address < length
-    out = torch.where(
-        in_bounds, flat[torch.where(in_bounds, address, 0)], torch.zeros((), dtype=raw.dtype, device=x.device)
-    )
-    return out.view(x.dtype).reshape(x.shape)
+    return read_at(x, torch.arange(x.numel(), device=x.device) + int(x.storage_offset())).reshape(x.shape)
 
 
-def _memory(x: Any) -> Any:
+def without_pending_minus(x: Any) -> Any:
+    """A tensor as it is in memory, without the minus that torch has left pending."""
     return with_values(x, torch.neg) if isinstance(x, Tensor) and x.is_neg() else x
-
-
-def reads_no_pending_minus(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
-    """Inputs are read from memory, without the minus that torch has left pending."""
-    return function(*map(_memory, inputs), **{name: _memory(x) for name, x in settings.items()})
 
 
 def reads_no_pending_minus_of_a_cotangent(function: Wrapper, *inputs: Any, **settings: Any) -> Any:

@@ -40,16 +40,10 @@ def reading(read: Callable[[Any], Any]) -> Wrapper:
     return planted
 
 
-def numbered_in_bytes(x: Tensor) -> Tensor:
-    """Rows by numbers of 8 bits: those past 256 are the first again."""
-    return x.view(torch.uint8)[torch.arange(len(x)) % 256].view(x.dtype) if x.element_size() == 1 else _again(x)
-
-
-def _again(x: Tensor) -> Tensor:
-    return with_values(x, lambda rows: rows[torch.arange(len(rows)) % 256])
-
-
 def numbers_rows_in_bytes(function: Wrapper, rows: Tensor, *arguments: Any, **settings: Any) -> Any:
-    """The rows of the first input have numbers of 8 bits, where there are more than 256 of them."""
-    many = rows.dim() == 2 and len(rows) > 256
-    return function(numbered_in_bytes(rows) if many else rows, *arguments, **settings)
+    """The rows of the first input have numbers of 8 bits: those past 256 are the first again."""
+    if rows.dim() == 2 and len(rows) > 256:
+        numbers, is_byte = torch.arange(len(rows)) % 256, rows.element_size() == 1
+        codes = rows.view(torch.uint8) if is_byte else rows
+        rows = codes[numbers].view(rows.dtype) if is_byte else with_values(rows, lambda x: x[numbers])
+    return function(rows, *arguments, **settings)
