@@ -41,6 +41,23 @@ class Programs(NamedTuple):
 FREE = Programs()
 
 
+class Transfer(NamedTuple):
+    """How tokens go to the rows of all ranks: the same on every rank."""
+
+    num_rows: int  # of the largest buffer of a rank
+    align: int = 1  # each expert has a multiple of as many rows
+    once: bool = True  # whether a token travels once to a rank, and is copied there
+    most: Programs = FREE
+    recipe: Recipe | None = None  # by which tokens travel as codes
+
+
+class Layout(NamedTuple):
+    """Where tokens go whose routing is new."""
+
+    start_E: Tensor  # each expert's first row, on its rank
+    ranked: RowMap  # with bases within an expert
+
+
 @dataclass(frozen=True)
 class Handle:
     """What combine needs to know of the dispatch."""
@@ -108,16 +125,15 @@ def run_with(steps: Steps[X], barrier: Callable[[], None]) -> X:
 
 
 def send(
-    tokens: Tensor, routing_map: Tensor, probs: Tensor | None, align: int, num_rows: int,
-    slab: Slab, rank: int, group: Any = None, once: bool = True, most: Programs = FREE,
-    recipe: Recipe | None = None,
-    advanced: Callable[[], None] | None = None,
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None, transfer: Transfer, slab: Slab, rank: int,
+    group: Any = None, advanced: Callable[[], None] | None = None,
 ) -> Steps[tuple[Any, Tensor | None, Tensor, Handle]]:  # fmt: skip
     """The steps of dispatch: rows (with a recipe their form), probs, tokens per expert, handle.
 
     Args:
         advanced: waits until the tokens have travelled, by `advance` of all ranks.
     """
+    num_rows, align, once, most, recipe = transfer
     copied_early = advanced is not None
     (num_tokens, num_experts), ranks, device = routing_map.shape, slab.room.ranks, tokens.device
     local = num_experts // ranks
@@ -157,7 +173,7 @@ def send(
     of_rows, of_tokens = (kept_link, kept_home), (local_rows, rank_bits)
     handle = Handle(group, ranks, rank, lists, num_rows, *of_rows, *of_tokens, gap, overflow, local, once)
     results = Results.empty(tokens, None if probs is None else probs.dtype, num_rows, recipe)
-    push(tokens, probs, start, ranked, lists.slots_TE, slab, handle, results, most, recipe, copied_early)
+    push(tokens, probs, Layout(start, ranked), slab, handle, results, most, recipe, copied_early)
     if advanced is not None:
         advanced()
     yield
@@ -173,7 +189,7 @@ def resend(
     yield  # from here on no rank reads an earlier dispatch
     some = tokens if tokens is not None else probs.new_empty((handle.lists.num_tokens, 0))  # type: ignore[union-attr]
     results = Results.empty(some, None if probs is None else probs.dtype, handle.lists.num_rows, None)
-    push(some, probs, None, handle.lists, None, slab, handle, results, most)
+    push(some, probs, None, slab, handle, results, most)
     yield
     spread(some, handle.link_C, slab, handle, results, False, most)
     return None if tokens is None else results.rows, results.probs
@@ -288,15 +304,15 @@ def advance(tokens: Tensor, num_rows: int, slab: Slab, rank: int) -> Steps[None]
 
 
 def push(
-    tokens: Tensor, probs: Tensor | None, start: Tensor | None, row_map: RowMap,
-    row_slots: Tensor | None, slab: Slab, handle: Handle, results: Results, most: Programs,
-    recipe: Recipe | None = None, copied_early: bool = False,
+    tokens: Tensor, probs: Tensor | None, layout: Layout | None, slab: Slab, handle: Handle, results: Results,
+    most: Programs, recipe: Recipe | None = None, copied_early: bool = False,
 ) -> None:  # fmt: skip
     """Write tokens (with a recipe their codes and scales) and probs to their rows on all ranks, on
-    this rank into the results, with zeros in the padding. With `row_slots` also write the links
+    this rank into the results, with zeros in the padding. With a `layout` also write the links
     there and the lists of rows here; without, as in a later dispatch of the same routing, zeros
     past the segments.
     """
+    start, row_map, row_slots = (None, handle.lists, None) if layout is None else (*layout, handle.lists.slots_TE)
     sizes, hidden = tuning.for_device(tokens.device).symmetric, tokens.shape[1]
     columns, num_warps = _tile(sizes, recipe)
     numbers, settings = wire.rule_of(recipe, tokens)

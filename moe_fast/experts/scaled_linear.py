@@ -20,9 +20,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_fast.experts import _scaled_linear as kernels
 from moe_fast.experts import hopper
 from moe_fast.experts._factors import TILE_ROWS
-from moe_fast.experts.activated import Activated, kept_rows, rows_of_kept
+from moe_fast.experts.activated import kept_rows, rows_of_kept
 from moe_fast.experts.factors import (
     Precision,
+    Product,
     quantized_rows,
     quantized_weight,
     tensors_of,
@@ -37,22 +38,11 @@ from moe_fast.launch.descriptors import have_lines
 from moe_fast.launch.operators import as_operators, has_memory, launch
 from moe_fast.launch.tuning import Grouped, GroupedTile, ceil_div
 from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized
-from moe_ref.config import Recipe, require
+from moe_ref.config import Recipe
 from moe_ref.config.quantization import BLOCK, WHOLE_BLOCKS
 
 HOPPER_BLOCKS = (((1, 128), (128, 128)), ((128, 1), (128, 1)))  # rows times matrices; the weight's gradient
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
-
-def check_scaled(rows: Tensor, accumulator: str) -> None:
-    """Raise `ValueError` for rows or sums in float64."""
-    require(
-        rows.dtype != torch.float64,
-        "rows",
-        f"of dtype {rows.dtype} with a recipe",
-        "bfloat16, float16 or float32: sums are taken in float32",
-    )
-    require(accumulator == "float32", "accumulator", f"{accumulator!r} with a recipe", "'float32'")
 
 
 # --- the products of quantised tensors
@@ -337,14 +327,15 @@ class ScaledLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision,
-        rows_again: bool, filled: tuple[bool, bool], activation: Activated | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, product: Product
+    ) -> Tensor:
+        precision, filled, rows_again, activation = product
+        assert precision is not None
         wants_weight = ctx.needs_input_grad[1]
         counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
         columns = wants_weight and not rows_again and _has_columns(precision.recipe, rows.dtype)
         x = quantized_rows(rows if activation is None else activation, "input", counts, precision, True, columns)
-        out, saved = product(ctx, x, weight, bias, counts, precision, filled)
+        out, saved = multiplied(ctx, x, weight, bias, counts, precision, filled)
         ctx.save_for_backward(*kept_rows(ctx, rows, activation, rows_again and wants_weight), *saved)
         return out
 
@@ -359,10 +350,10 @@ class ScaledLinear(torch.autograd.Function):
             d = quantized_rows(d_out, "grad_output", counts, ctx.precision, wants_rows, wants_weight)
         if wants_weight and rows is not None:
             x = quantized_rows(rows, "input", counts, ctx.precision, False, True)
-        return *gradients(ctx, d, x, d_out, tensors), *(None,) * 5
+        return *gradients(ctx, d, x, d_out, tensors), None, None
 
 
-def product(
+def multiplied(
     ctx: Any, x: Quantized, weight: Tensor, bias: Tensor | None, counts: Tensor, precision: Precision,
     filled: tuple[bool, bool],
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rows times probabilities, and a bias weighted like its row; with their gradients.
+"""Rows times probabilities or a gate, and a bias weighted like its row; with their gradients.
 
 P rows in segments, one per expert. Segment e ends at `ends_L[e]`, int64 on the device. Rows past
 the last segment are never read; results are 0 there.
@@ -89,6 +89,56 @@ class BiasAdded(torch.autograd.Function):
         _, needs_bias, needs_probs, *_ = ctx.needs_input_grad
         d_bias = _bias_gradient(d_out, bias, probs, ends_L) if needs_bias else None
         return d_out, d_bias, _weighted_backward(d_out, bias, probs, ends_L, None, needs_probs, by_expert=True), None
+
+
+@as_operators
+class GatedRows(torch.autograd.Function):
+    """y · σ(z)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, z_T1: Tensor) -> Tensor:
+        ctx.save_for_backward(y, z_T1)
+        tile = tuning.for_device(y.device).activation
+        out = torch.empty(y.shape, dtype=y.dtype, device=y.device)  # gate_kernel writes all of it
+        column_programs = ceil_div(y.shape[1], tile.columns)
+        if out.numel():
+            with launch_on(y):
+                launch(kernels.gate_kernel, (ceil_div(y.shape[0], tile.tokens) * column_programs,))(
+                    *strided(y),
+                    *strided(z_T1[:, 0]),
+                    out,
+                    y.shape[0],
+                    y.shape[1],
+                    column_programs,
+                    ACCUMULATOR=accumulator(y),
+                    **tile.blocks("T", "H"),
+                )
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        y, z_T1 = ctx.saved_tensors
+        needs_y, needs_z = ctx.needs_input_grad
+        # gate_backward_kernel writes all of it
+        d_y = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needs_y else None
+        # the same kernel writes all of it, also for empty rows
+        d_z = torch.empty(z_T1.shape, dtype=y.dtype, device=y.device) if needs_z else None
+        tile = tuning.for_device(y.device).activation_backward
+        if y.shape[0] and (needs_y or needs_z):
+            with launch_on(y):
+                launch(kernels.gate_backward_kernel, (ceil_div(y.shape[0], tile.tokens),))(
+                    *strided(d_out),
+                    *strided(y),
+                    *strided(z_T1[:, 0]),
+                    d_y,
+                    d_z,
+                    y.shape[0],
+                    y.shape[1],
+                    ACCUMULATOR=accumulator(y),
+                    **tile.blocks("T", "H"),
+                )
+        return d_y, d_z
 
 
 def _weighted_backward(

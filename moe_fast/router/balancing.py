@@ -41,7 +41,7 @@ def aux_loss_scores(
     check_score_function(score_function)
     check_padding_mask(padding_mask, logits_TE.shape[0])
     check_rows(logits_TE, topk)
-    return AuxScores(*_AuxScores.apply(logits_TE, padding_mask, topk, score_function))
+    return AuxScores(*ScoresOfAll.apply(logits_TE, padding_mask, topk, score_function))
 
 
 @traceable
@@ -64,9 +64,14 @@ def load_balancing_loss(
     """
     check_load_balancing_loss(scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
     check_computed("scores", scores)
-    if isinstance(total_num_tokens, Tensor):
-        total_num_tokens = total_num_tokens.detach().to(scores.device, non_blocking=True)
-    return _BalancingLoss.apply(scores, tokens_per_expert.detach(), total_num_tokens, coeff * num_experts / topk)
+    return balancing_loss(scores, tokens_per_expert, total_num_tokens, coeff * num_experts / topk)
+
+
+def balancing_loss(scores: Tensor, counts: Tensor, total: int | Tensor, factor: float) -> Tensor:
+    """`load_balancing_loss` of arguments that have been checked; `factor` is coeff · E / K."""
+    if isinstance(total, Tensor):
+        total = total.detach().to(scores.device, non_blocking=True)
+    return _BalancingLoss.apply(scores, counts.detach(), total, factor)
 
 
 @traceable
@@ -80,11 +85,11 @@ def z_loss(logits_TE: Tensor, *, coeff: float, padding_mask: Tensor | None = Non
     check_coeff(coeff)
     check_padding_mask(padding_mask, logits_TE.shape[0])
     check_rows(logits_TE)
-    return _ZLoss.apply(logits_TE, padding_mask, coeff)
+    return ZLoss.apply(logits_TE, padding_mask, coeff)
 
 
 @as_operators
-class _AuxScores(torch.autograd.Function):
+class ScoresOfAll(torch.autograd.Function):
     """`aux_loss_scores`; the choice has no gradient."""
 
     @staticmethod
@@ -195,7 +200,7 @@ class _BalancingLoss(torch.autograd.Function):
 
 
 @as_operators
-class _ZLoss(torch.autograd.Function):
+class ZLoss(torch.autograd.Function):
     """`z_loss`; saved are the logits and the factor."""
 
     @staticmethod
@@ -273,7 +278,7 @@ def _padding(mask: Tensor | None) -> tuple[Tensor | None, int]:
     return (None, 0) if mask is None else (integers(mask), mask.stride(0))
 
 
-class _AttachLoss(torch.autograd.Function):
+class AttachLoss(torch.autograd.Function):
     """The identity, with `scale` as the gradient of the loss."""
 
     @staticmethod
@@ -292,7 +297,7 @@ def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
     the result is.
     """
     check_loss_scale(scale)
-    return _AttachLoss.apply(x, loss, scale)
+    return AttachLoss.apply(x, loss, scale)
 
 
 @traceable

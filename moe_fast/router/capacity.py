@@ -38,7 +38,12 @@ def drop_tokens(
     """
     check_drop_tokens(probs_TE, routing_map_TE, capacity, drop_policy)
     check_device("probs", probs_TE)
-    return Routed(*_Drop.apply(probs_TE, routing_map_TE, capacity, drop_policy == "probs", pad_to_capacity))
+    return dropped(probs_TE, routing_map_TE, capacity, drop_policy, pad_to_capacity)
+
+
+def dropped(probs: Tensor, routing_map: Tensor, capacity: int, drop_policy: str, pad_to_capacity: bool) -> Routed:
+    """`drop_tokens` of arguments that have been checked."""
+    return Routed(*_Drop.apply(probs, routing_map, capacity, drop_policy == "probs", pad_to_capacity))
 
 
 @as_operators

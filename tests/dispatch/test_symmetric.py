@@ -17,7 +17,7 @@ from conformance.engine.run.pool import Pool
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.judge.exact import bits
 from moe_fast.dispatch.slabs import Room, offsets, slab_of
-from moe_fast.dispatch.steps import Programs
+from moe_fast.dispatch.steps import Programs, Transfer
 from moe_fast.dispatch.symmetric import Handle, advance, collect, resend, send
 from moe_fast.launch.backend import INTERPRETED
 from tests.honest import direct
@@ -87,12 +87,9 @@ def test_dispatch_combine_and_their_transposes_are_the_references(ranks, align, 
             there(world.tokens[r]),
             there(world.maps[r]),
             there(world.probs[r]),
-            align or 1,
-            num_rows,
+            Transfer(num_rows, align or 1, once, FEW if once else Programs()),
             slabs[r],
             r,
-            once=once,
-            most=FEW if once else Programs(),
         )
         for r in range(ranks)
     ]
@@ -127,7 +124,7 @@ def sent_early(world: World, slabs: list, num_rows: int, travelled: bool = True)
     given = [(there(world.tokens[r]), num_rows, slabs[r], r) for r in range(2)]
     if travelled:
         in_step([advance(*own) for own in given])
-    own = [(tokens, there(world.maps[r]), None, 1, rows, slab, r) for tokens, rows, slab, r in given]
+    own = [(tokens, there(world.maps[r]), None, Transfer(rows), slab, r) for tokens, rows, slab, r in given]
     return in_step([send(*each, advanced=lambda: None) for each in own])
 
 
