@@ -37,7 +37,7 @@ from moe_fast.experts.scaled_linear import (
 from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, plan_of, programs, segment_sums
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import check_device, is_hopper, launch_on, strided, strided_or_empty
+from moe_fast.launch.backend import check_device, is_hopper, strided, strided_or_empty
 from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import GroupedTile, ceil_div
@@ -306,28 +306,29 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
         hopper.matmul(x, matrices, turned, strided(bias_LC, 2), plan, out, filled)
         return out
     is_float64 = x.dtype == torch.float64
-    with launch_on(x):
-        launch(
-            kernels.grouped_matmul_kernel, (programs(plan.capacity * ceil_div(num_columns, tile.columns), x.device),)
-        )(
-            *strided(x, 2),
-            *strided(matrices, 3),
-            # with a branch, the loop over tiles and depth would not be one pipeline
-            *((*strided(bias_LC, 2), None) if described else strided_or_empty(bias_LC, 2)),
-            out,
-            *(_matmul_descriptors(x, matrices, out, tile, turned) if described else (None, None, None)),
-            plan.tile_4C,
-            plan.total_2,
-            plan.capacity,
-            num_rows if filled else 0,
-            num_columns,
-            depth,
-            ACCUMULATOR=tl.float64 if is_float64 else tl.float32,
-            BIAS_AS=tl.float64 if is_float64 and bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
-            TURNED=turned,
-            FLATTEN=described and sizes.flatten,
-            **tile.blocks("P", "C", "D"),
-        )
+    launch(
+        kernels.grouped_matmul_kernel,
+        (programs(plan.capacity * ceil_div(num_columns, tile.columns), x.device),),
+        x,
+    )(
+        *strided(x, 2),
+        *strided(matrices, 3),
+        # with a branch, the loop over tiles and depth would not be one pipeline
+        *((*strided(bias_LC, 2), None) if described else strided_or_empty(bias_LC, 2)),
+        out,
+        *(_matmul_descriptors(x, matrices, out, tile, turned) if described else (None, None, None)),
+        plan.tile_4C,
+        plan.total_2,
+        plan.capacity,
+        num_rows if filled else 0,
+        num_columns,
+        depth,
+        ACCUMULATOR=tl.float64 if is_float64 else tl.float32,
+        BIAS_AS=tl.float64 if is_float64 and bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
+        TURNED=turned,
+        FLATTEN=described and sizes.flatten,
+        **tile.blocks("P", "C", "D"),
+    )
     return out
 
 
@@ -350,20 +351,19 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, addend_LMN: Tensor | None
     # beside a sum in float32 there is no room for a tile of it
     out_described = described and addend_LMN is None and have_descriptors(out)
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
-    with launch_on(rows):
-        launch(kernels.grouped_wgrad_kernel, (programs(pieces, rows.device),))(
-            *strided(d_out, 2),
-            *strided(rows, 2),
-            *strided(addend_LMN, 3),
-            out,
-            expert_slices(d_out, [tile.depth, tile.rows]) if described else None,
-            expert_slices(rows, [tile.depth, tile.columns]) if described else None,
-            TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns]) if out_described else None,
-            plan.segment_3L,
-            *shape,
-            ACCUMULATOR=tl.float64 if rows.dtype == torch.float64 else tl.float32,
-            **tile.blocks("M", "N", "P"),
-        )
+    launch(kernels.grouped_wgrad_kernel, (programs(pieces, rows.device),), rows)(
+        *strided(d_out, 2),
+        *strided(rows, 2),
+        *strided(addend_LMN, 3),
+        out,
+        expert_slices(d_out, [tile.depth, tile.rows]) if described else None,
+        expert_slices(rows, [tile.depth, tile.columns]) if described else None,
+        TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns]) if out_described else None,
+        plan.segment_3L,
+        *shape,
+        ACCUMULATOR=tl.float64 if rows.dtype == torch.float64 else tl.float32,
+        **tile.blocks("M", "N", "P"),
+    )
     return out
 
 

@@ -33,7 +33,7 @@ from moe_fast.experts.factors import (
 from moe_fast.experts.segments import Plan, copy_of, expert_slices, have_descriptors, make_plan, programs, segment_sums
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, is_hopper, launch_on, strided, strided_or_empty
+from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, is_hopper, strided, strided_or_empty
 from moe_fast.launch.descriptors import have_lines
 from moe_fast.launch.operators import as_operators, has_memory, launch
 from moe_fast.launch.tuning import Grouped, GroupedTile, ceil_div
@@ -117,30 +117,29 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
         hopper.scaled_wgrad(codes[0], d_out_form.scale, codes[1], x_form.scale, plan, out)
         return out
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
-    with launch_on(out):
-        launch(kernels.scaled_wgrad_kernel, (programs(pieces, device),))(
-            codes[0],
-            codes[0].stride(0),
-            *_blocks(d_out_form),
-            *_outer(d_out, d_out_form),
-            codes[1],
-            codes[1].stride(0),
-            *_blocks(x_form),
-            *_outer(x, x_form),
-            *strided(accumulate_into, 3),
-            out,
-            *((TensorDescriptor.from_tensor(codes[0], [tile.rows, tile.depth]) if described else None),),
-            *((TensorDescriptor.from_tensor(codes[1], [tile.columns, tile.depth]) if described else None),),
-            plan.segment_3L,
-            *shape,
-            RULE=unit.rule,
-            D_OUT_FORMAT=d_out.format,
-            X_FORMAT=x.format,
-            FACTOR=unit.factor,
-            SCALED_BY_HARDWARE=unit.scales,
-            SHARED_P=1 if x_form.block is None else x_form.block[0],
-            **tile.blocks("M", "N", "P"),
-        )
+    launch(kernels.scaled_wgrad_kernel, (programs(pieces, device),), out)(
+        codes[0],
+        codes[0].stride(0),
+        *_blocks(d_out_form),
+        *_outer(d_out, d_out_form),
+        codes[1],
+        codes[1].stride(0),
+        *_blocks(x_form),
+        *_outer(x, x_form),
+        *strided(accumulate_into, 3),
+        out,
+        *((TensorDescriptor.from_tensor(codes[0], [tile.rows, tile.depth]) if described else None),),
+        *((TensorDescriptor.from_tensor(codes[1], [tile.columns, tile.depth]) if described else None),),
+        plan.segment_3L,
+        *shape,
+        RULE=unit.rule,
+        D_OUT_FORMAT=d_out.format,
+        X_FORMAT=x.format,
+        FACTOR=unit.factor,
+        SCALED_BY_HARDWARE=unit.scales,
+        SHARED_P=1 if x_form.block is None else x_form.block[0],
+        **tile.blocks("M", "N", "P"),
+    )
     return out
 
 
@@ -188,36 +187,35 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
         cut = plan.cut(hopper.rows_of_tile(num_rows, plan.num_experts), x.splits)
         hopper.scaled_matmul(codes, _blocks(form), matrices, weight.blocks, strided(bias_LC, 2), cut, out, filled)
         return out
-    with launch_on(out):
-        launch(kernels.scaled_matmul_kernel, (programs(plan.capacity * ceil_div(num_columns, tile.columns), device),))(
-            codes,
-            codes.stride(0),
-            *_blocks(form),
-            *_outer(x, form),
-            matrices,
-            *matrices.stride()[:2],
-            *weight.blocks,
-            *_weight_outer(weight),
-            *((*strided(bias_LC, 2), None) if described else strided_or_empty(bias_LC, 2)),  # as in `linear`
-            out,
-            *((TensorDescriptor.from_tensor(codes, [tile.rows, tile.depth]) if described else None),),
-            *((TensorDescriptor.from_tensor(matrices, [1, tile.columns, tile.depth]) if described else None),),
-            expert_slices(out, [tile.rows, tile.columns]) if have_descriptors(out) else None,
-            plan.tile_4C,
-            plan.total_2,
-            plan.capacity,
-            num_rows if filled else 0,
-            num_columns,
-            depth,
-            *weight.shared,
-            RULE=unit.rule,
-            X_FORMAT=x.format,
-            WEIGHT_FORMAT=weight.quantized.format,
-            FACTOR=unit.factor,
-            SCALED_BY_HARDWARE=unit.scales,
-            BIAS_AS=tl.float64 if bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
-            **tile.blocks("P", "C", "D"),
-        )
+    launch(kernels.scaled_matmul_kernel, (programs(plan.capacity * ceil_div(num_columns, tile.columns), device),), out)(
+        codes,
+        codes.stride(0),
+        *_blocks(form),
+        *_outer(x, form),
+        matrices,
+        *matrices.stride()[:2],
+        *weight.blocks,
+        *_weight_outer(weight),
+        *((*strided(bias_LC, 2), None) if described else strided_or_empty(bias_LC, 2)),  # as in `linear`
+        out,
+        *((TensorDescriptor.from_tensor(codes, [tile.rows, tile.depth]) if described else None),),
+        *((TensorDescriptor.from_tensor(matrices, [1, tile.columns, tile.depth]) if described else None),),
+        expert_slices(out, [tile.rows, tile.columns]) if have_descriptors(out) else None,
+        plan.tile_4C,
+        plan.total_2,
+        plan.capacity,
+        num_rows if filled else 0,
+        num_columns,
+        depth,
+        *weight.shared,
+        RULE=unit.rule,
+        X_FORMAT=x.format,
+        WEIGHT_FORMAT=weight.quantized.format,
+        FACTOR=unit.factor,
+        SCALED_BY_HARDWARE=unit.scales,
+        BIAS_AS=tl.float64 if bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
+        **tile.blocks("P", "C", "D"),
+    )
     return out
 
 
@@ -232,19 +230,17 @@ def _turned(form: Form, plan: Plan) -> Tensor:
     # turn_kernel writes as much of it as is read
     out = torch.empty((num_columns, plan.capacity * TILE_ROWS), dtype=torch.uint8, device=codes_RC.device)
     block = tuning.for_device(codes_RC.device).grouped.turn_columns
-    if out.numel() and has_memory():
-        with launch_on(out):
-            launch(kernels.turn_kernel, (plan.capacity * ceil_div(num_columns, block),))(
-                codes_RC,
-                out,
-                out.stride(0),
-                plan.tile_4C,
-                plan.total_2,
-                plan.capacity,
-                num_columns,
-                BLOCK_C=block,
-                num_warps=4,
-            )
+    launch(kernels.turn_kernel, (plan.capacity * ceil_div(num_columns, block),), out)(
+        codes_RC,
+        out,
+        out.stride(0),
+        plan.tile_4C,
+        plan.total_2,
+        plan.capacity,
+        num_columns,
+        BLOCK_C=block,
+        num_warps=4,
+    )
     return out
 
 

@@ -13,7 +13,7 @@ from moe_fast.experts import _weighting as kernels
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import launch_on, strided
+from moe_fast.launch.backend import strided
 from moe_fast.launch.operators import as_operators, launch
 from moe_fast.launch.tuning import EXPERT_LANES, ceil_div, power_of_two
 
@@ -28,20 +28,18 @@ class ScaledRows(torch.autograd.Function):
         tile = tuning.for_device(x.device).activation
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # scale_rows_kernel writes all of it
         column_programs = ceil_div(x.shape[1], tile.columns)
-        if out.numel():
-            with launch_on(x):
-                launch(kernels.scale_rows_kernel, (ceil_div(x.shape[0], tile.tokens) * column_programs,))(
-                    *strided(x),
-                    *strided(probs, 1),
-                    out,
-                    ends_L,
-                    x.shape[0],
-                    len(ends_L),
-                    x.shape[1],
-                    column_programs,
-                    ACCUMULATOR=accumulator(probs),
-                    **tile.blocks("P", "H"),
-                )
+        launch(kernels.scale_rows_kernel, (ceil_div(x.shape[0], tile.tokens) * column_programs,), x)(
+            *strided(x),
+            *strided(probs, 1),
+            out,
+            ends_L,
+            x.shape[0],
+            len(ends_L),
+            x.shape[1],
+            column_programs,
+            ACCUMULATOR=accumulator(probs),
+            **tile.blocks("P", "H"),
+        )
         return out
 
     @staticmethod
@@ -64,22 +62,20 @@ class BiasAdded(torch.autograd.Function):
         tile = tuning.for_device(y.device).activation
         out = torch.empty(y.shape, dtype=y.dtype, device=y.device)  # add_bias_kernel writes all of it
         column_programs = ceil_div(y.shape[1], tile.columns)
-        if out.numel():
-            with launch_on(y):
-                launch(kernels.add_bias_kernel, (ceil_div(y.shape[0], tile.tokens) * column_programs,))(
-                    *strided(y),
-                    *strided(bias),
-                    *strided(probs, 1),
-                    out,
-                    ends_L,
-                    y.shape[0],
-                    len(ends_L),
-                    y.shape[1],
-                    column_programs,
-                    ACCUMULATOR=accumulator(y, bias, probs),
-                    **tile.blocks("P", "H"),
-                    BLOCK_E=power_of_two(len(ends_L), least=EXPERT_LANES),
-                )
+        launch(kernels.add_bias_kernel, (ceil_div(y.shape[0], tile.tokens) * column_programs,), y)(
+            *strided(y),
+            *strided(bias),
+            *strided(probs, 1),
+            out,
+            ends_L,
+            y.shape[0],
+            len(ends_L),
+            y.shape[1],
+            column_programs,
+            ACCUMULATOR=accumulator(y, bias, probs),
+            **tile.blocks("P", "H"),
+            BLOCK_E=power_of_two(len(ends_L), least=EXPERT_LANES),
+        )
         return out
 
     @staticmethod
@@ -101,18 +97,16 @@ class GatedRows(torch.autograd.Function):
         tile = tuning.for_device(y.device).activation
         out = torch.empty(y.shape, dtype=y.dtype, device=y.device)  # gate_kernel writes all of it
         column_programs = ceil_div(y.shape[1], tile.columns)
-        if out.numel():
-            with launch_on(y):
-                launch(kernels.gate_kernel, (ceil_div(y.shape[0], tile.tokens) * column_programs,))(
-                    *strided(y),
-                    *strided(z_T1[:, 0]),
-                    out,
-                    y.shape[0],
-                    y.shape[1],
-                    column_programs,
-                    ACCUMULATOR=accumulator(y),
-                    **tile.blocks("T", "H"),
-                )
+        launch(kernels.gate_kernel, (ceil_div(y.shape[0], tile.tokens) * column_programs,), y)(
+            *strided(y),
+            *strided(z_T1[:, 0]),
+            out,
+            y.shape[0],
+            y.shape[1],
+            column_programs,
+            ACCUMULATOR=accumulator(y),
+            **tile.blocks("T", "H"),
+        )
         return out
 
     @staticmethod
@@ -126,18 +120,17 @@ class GatedRows(torch.autograd.Function):
         d_z = torch.empty(z_T1.shape, dtype=y.dtype, device=y.device) if needs_z else None
         tile = tuning.for_device(y.device).activation_backward
         if y.shape[0] and (needs_y or needs_z):
-            with launch_on(y):
-                launch(kernels.gate_backward_kernel, (ceil_div(y.shape[0], tile.tokens),))(
-                    *strided(d_out),
-                    *strided(y),
-                    *strided(z_T1[:, 0]),
-                    d_y,
-                    d_z,
-                    y.shape[0],
-                    y.shape[1],
-                    ACCUMULATOR=accumulator(y),
-                    **tile.blocks("T", "H"),
-                )
+            launch(kernels.gate_backward_kernel, (ceil_div(y.shape[0], tile.tokens),), y)(
+                *strided(d_out),
+                *strided(y),
+                *strided(z_T1[:, 0]),
+                d_y,
+                d_z,
+                y.shape[0],
+                y.shape[1],
+                ACCUMULATOR=accumulator(y),
+                **tile.blocks("T", "H"),
+            )
         return d_y, d_z
 
 
@@ -154,22 +147,21 @@ def _weighted_backward(
     )  # the same kernel writes all of it
     tile = tuning.for_device(d_out.device).activation_backward
     if probs is not None and d_out.shape[0] and (d_x is not None or d_probs is not None):
-        with launch_on(d_out):
-            launch(kernels.weighted_rows_backward_kernel, (ceil_div(d_out.shape[0], tile.tokens),))(
-                *strided(d_out),
-                *strided(factor),
-                *strided(probs, 1),
-                d_x,
-                d_probs,
-                ends_L,
-                d_out.shape[0],
-                len(ends_L),
-                d_out.shape[1],
-                ACCUMULATOR=accumulator(probs),
-                BY_EXPERT=by_expert,
-                **tile.blocks("P", "H"),
-                BLOCK_E=power_of_two(len(ends_L), least=EXPERT_LANES),
-            )
+        launch(kernels.weighted_rows_backward_kernel, (ceil_div(d_out.shape[0], tile.tokens),), d_out)(
+            *strided(d_out),
+            *strided(factor),
+            *strided(probs, 1),
+            d_x,
+            d_probs,
+            ends_L,
+            d_out.shape[0],
+            len(ends_L),
+            d_out.shape[1],
+            ACCUMULATOR=accumulator(probs),
+            BY_EXPERT=by_expert,
+            **tile.blocks("P", "H"),
+            BLOCK_E=power_of_two(len(ends_L), least=EXPERT_LANES),
+        )
     return d_probs
 
 
@@ -177,17 +169,15 @@ def _bias_gradient(d_out: Tensor, bias: Tensor, probs: Tensor | None, ends_L: Te
     """Σ over e's rows of d_out · p, in the dtype of the bias."""
     tile = tuning.for_device(d_out.device).grouped.sums
     out = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)  # bias_gradient_kernel writes all of it
-    if out.numel():
-        with launch_on(d_out):
-            launch(kernels.bias_gradient_kernel, (len(ends_L) * ceil_div(bias.shape[1], tile.columns),))(
-                *strided(d_out),
-                *strided(probs, 1),
-                out,
-                ends_L,
-                d_out.shape[0],
-                len(ends_L),
-                bias.shape[1],
-                ACCUMULATOR=accumulator(d_out, bias, probs),
-                **tile.blocks("P", "H"),
-            )
+    launch(kernels.bias_gradient_kernel, (len(ends_L) * ceil_div(bias.shape[1], tile.columns),), d_out)(
+        *strided(d_out),
+        *strided(probs, 1),
+        out,
+        ends_L,
+        d_out.shape[0],
+        len(ends_L),
+        bias.shape[1],
+        ACCUMULATOR=accumulator(d_out, bias, probs),
+        **tile.blocks("P", "H"),
+    )
     return out

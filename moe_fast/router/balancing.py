@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import integers, launch_on, strided
+from moe_fast.launch.backend import integers, strided
 from moe_fast.launch.operators import as_operators, launch, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _balancing as kernels
@@ -103,19 +103,17 @@ class ScoresOfAll(torch.autograd.Function):
         routing_map = torch.empty(logits.shape, dtype=torch.bool, device=logits.device)  # as above
         ctx.mark_non_differentiable(routing_map)
         grid, sizes = _whole_rows(logits)
-        if grid[0]:
-            with launch_on(logits):
-                launch(kernels.aux_scores_kernel, grid)(
-                    *strided(logits),
-                    *_padding(padding),
-                    scores,
-                    integers(routing_map),
-                    *logits.shape,
-                    topk,
-                    SCORE=score,
-                    TIES_ARE_RARE=logits.dtype.itemsize >= 4,
-                    **sizes,
-                )
+        launch(kernels.aux_scores_kernel, grid, logits)(
+            *strided(logits),
+            *_padding(padding),
+            scores,
+            integers(routing_map),
+            *logits.shape,
+            topk,
+            SCORE=score,
+            TIES_ARE_RARE=logits.dtype.itemsize >= 4,
+            **sizes,
+        )
         return scores, routing_map
 
     @staticmethod
@@ -127,17 +125,15 @@ class ScoresOfAll(torch.autograd.Function):
         # aux_scores_backward_kernel writes all of it
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         grid, sizes = _whole_rows(logits)
-        if grid[0]:
-            with launch_on(logits):
-                launch(kernels.aux_scores_backward_kernel, grid)(
-                    *strided(dscores),
-                    *strided(logits),
-                    *_padding(padding),
-                    dlogits,
-                    *logits.shape,
-                    SCORE=ctx.score,
-                    **sizes,
-                )
+        launch(kernels.aux_scores_backward_kernel, grid, logits)(
+            *strided(dscores),
+            *strided(logits),
+            *_padding(padding),
+            dlogits,
+            *logits.shape,
+            SCORE=ctx.score,
+            **sizes,
+        )
         return dlogits, None, None, None
 
 
@@ -156,19 +152,18 @@ class _BalancingLoss(torch.autograd.Function):
         sum_dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
         # balance_kernel writes all of it
         partial = torch.empty(grid[0] * columns, dtype=sum_dtype, device=scores.device)
-        with launch_on(scores):
-            launch(kernels.balance_kernel, grid)(
-                *strided(scores),
-                *strided(count, 1),
-                partial,
-                num_rows,
-                num_columns,
-                tiles_per_program,
-                ACCUMULATOR=accumulator(scores),
-                **sizes.balance.blocks("R", "C"),
-                **NO_FP_FUSION,
-            )
-            loss, factor = _finish(partial, None, total, coeff)
+        launch(kernels.balance_kernel, grid, scores)(
+            *strided(scores),
+            *strided(count, 1),
+            partial,
+            num_rows,
+            num_columns,
+            tiles_per_program,
+            ACCUMULATOR=accumulator(scores),
+            **sizes.balance.blocks("R", "C"),
+            **NO_FP_FUSION,
+        )
+        loss, factor = _finish(partial, None, total, coeff)
         ctx.shape, ctx.dtype = scores.shape, scores.dtype
         ctx.save_for_backward(count, factor)
         return loss
@@ -181,21 +176,20 @@ class _BalancingLoss(torch.autograd.Function):
         num_rows, num_columns = ctx.shape
         # balance_backward_kernel writes all of it
         dscores = torch.empty(ctx.shape, dtype=ctx.dtype, device=count.device)
-        if num_rows:
-            with launch_on(dloss):
-                launch(
-                    kernels.balance_backward_kernel,
-                    (ceil_div(num_rows, tile.tokens), ceil_div(num_columns, tile.columns)),
-                )(
-                    dloss.resolve_neg(),
-                    factor,
-                    *strided(count, 1),
-                    dscores,
-                    num_rows,
-                    num_columns,
-                    ACCUMULATOR=accumulator(factor),
-                    **tile.blocks("R", "C"),
-                )
+        launch(
+            kernels.balance_backward_kernel,
+            (ceil_div(num_rows, tile.tokens), ceil_div(num_columns, tile.columns)),
+            dloss,
+        )(
+            dloss.resolve_neg(),
+            factor,
+            *strided(count, 1),
+            dscores,
+            num_rows,
+            num_columns,
+            ACCUMULATOR=accumulator(factor),
+            **tile.blocks("R", "C"),
+        )
         return dscores, None, None, None
 
 
@@ -209,11 +203,10 @@ class ZLoss(torch.autograd.Function):
         sum_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         partial = torch.empty(programs, dtype=sum_dtype, device=logits.device)  # z_loss_kernel writes all of it
         valid = torch.empty(programs, dtype=torch.int32, device=logits.device)  # as above
-        with launch_on(logits):
-            launch(kernels.z_loss_kernel, (programs,))(
-                *strided(logits), *_padding(padding), partial, valid, *logits.shape, tiles_per_program, **sizes
-            )
-            loss, factor = _finish(partial, valid, 0, coeff)
+        launch(kernels.z_loss_kernel, (programs,), logits)(
+            *strided(logits), *_padding(padding), partial, valid, *logits.shape, tiles_per_program, **sizes
+        )
+        loss, factor = _finish(partial, valid, 0, coeff)
         ctx.save_for_backward(logits, padding, factor)
         return loss
 
@@ -224,11 +217,9 @@ class ZLoss(torch.autograd.Function):
         # z_loss_backward_kernel writes all of it
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         grid, sizes = _whole_rows(logits)
-        if grid[0]:
-            with launch_on(logits):
-                launch(kernels.z_loss_backward_kernel, grid)(
-                    dloss.resolve_neg(), factor, *strided(logits), *_padding(padding), dlogits, *logits.shape, **sizes
-                )
+        launch(kernels.z_loss_backward_kernel, grid, logits)(
+            dloss.resolve_neg(), factor, *strided(logits), *_padding(padding), dlogits, *logits.shape, **sizes
+        )
         return dlogits, None, None
 
 
@@ -237,7 +228,7 @@ def _finish(partial: Tensor, valid: Tensor | None, total: int | Tensor, coeff: f
     loss = torch.empty((), dtype=partial.dtype, device=partial.device)  # finish_loss_kernel writes all of it
     factor = torch.empty((), dtype=partial.dtype, device=partial.device)  # as above
     in_tensor = isinstance(total, Tensor)
-    launch(kernels.finish_loss_kernel, (1,))(
+    launch(kernels.finish_loss_kernel, (1,), partial)(
         partial,
         valid,
         total if in_tensor else None,

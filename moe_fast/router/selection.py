@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import check_device, integers, launch_on, strided
+from moe_fast.launch.backend import check_device, integers, strided
 from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
@@ -142,32 +142,31 @@ def _choose(
     block_size = power_of_two(num_experts // groups, least=8 if groups == 1 else 1)
     rows = tuning.for_device(logits.device).topk
     block_tokens = rows.tile_tokens(block_groups * block_size)
-    with launch_on(logits):
-        launch(kernels.topk_kernel, (ceil_div(num_tokens, block_tokens),))(
-            *strided(logits),
-            *strided(bias, 1),
-            *strided(precomputed),
-            probs,
-            None if dense else choice,
-            integers(choice) if dense and choice is not None else None,
-            settings.scale,
-            num_tokens,
-            num_experts,
-            settings.topk,
-            groups,
-            num_experts // groups,
-            settings.group_topk,
-            settings.topk // settings.group_topk,
-            SCORE=settings.score,
-            ACCUMULATOR=accumulator(logits),
-            TIES_ARE_RARE=logits.dtype.itemsize >= 4,
-            RAGGED=block_groups * block_size != num_experts,
-            BLOCK_T=block_tokens,
-            BLOCK_G=block_groups,
-            BLOCK_S=block_size,
-            num_warps=rows.tile_warps(block_groups * block_size),
-            **NO_FP_FUSION,
-        )
+    launch(kernels.topk_kernel, (ceil_div(num_tokens, block_tokens),), logits)(
+        *strided(logits),
+        *strided(bias, 1),
+        *strided(precomputed),
+        probs,
+        None if dense else choice,
+        integers(choice) if dense and choice is not None else None,
+        settings.scale,
+        num_tokens,
+        num_experts,
+        settings.topk,
+        groups,
+        num_experts // groups,
+        settings.group_topk,
+        settings.topk // settings.group_topk,
+        SCORE=settings.score,
+        ACCUMULATOR=accumulator(logits),
+        TIES_ARE_RARE=logits.dtype.itemsize >= 4,
+        RAGGED=block_groups * block_size != num_experts,
+        BLOCK_T=block_tokens,
+        BLOCK_G=block_groups,
+        BLOCK_S=block_size,
+        num_warps=rows.tile_warps(block_groups * block_size),
+        **NO_FP_FUSION,
+    )
     return probs, choice
 
 
@@ -181,22 +180,21 @@ def _choose_backward(dprobs: Tensor, logits: Tensor, choice: Tensor, settings: S
     block_experts = power_of_two(num_experts, least=8)
     rows = tuning.for_device(logits.device).topk_backward
     block_tokens = rows.tile_tokens(block_experts)
-    with launch_on(logits):
-        launch(kernels.topk_backward_kernel, (ceil_div(num_tokens, block_tokens),))(
-            *strided(dprobs),
-            None if dense else choice,
-            *choice.stride(),
-            integers(choice) if dense else None,
-            *strided(logits),
-            dlogits,
-            settings.scale,
-            num_tokens,
-            num_experts,
-            settings.topk,
-            SCORE=settings.score,
-            ACCUMULATOR=accumulator(logits),
-            **rows.blocks(block_experts),
-        )
+    launch(kernels.topk_backward_kernel, (ceil_div(num_tokens, block_tokens),), logits)(
+        *strided(dprobs),
+        None if dense else choice,
+        *choice.stride(),
+        integers(choice) if dense else None,
+        *strided(logits),
+        dlogits,
+        settings.scale,
+        num_tokens,
+        num_experts,
+        settings.topk,
+        SCORE=settings.score,
+        ACCUMULATOR=accumulator(logits),
+        **rows.blocks(block_experts),
+    )
     return dlogits
 
 
