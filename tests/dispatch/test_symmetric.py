@@ -154,7 +154,7 @@ def test_a_rank_that_copies_to_the_wrong_rows_is_noticed():
     world = World(3, 2, torch.float32, density=0.8)
     slabs = world.slabs(64)
     right = moe_ref.hybridep_dispatch(world.tokens, world.maps, num_rows=64)
-    start = partial(send, align=1, num_rows=64, probs=None)
+    start = partial(send, transfer=Transfer(64), probs=None)
 
     def is_right(ranks: tuple[int, int]) -> bool:
         got = in_step(
