@@ -127,7 +127,7 @@ class Bench:
         slab = _slab(handle, self.tokens, None)
         assert slab is not None
         results = Results.empty(self.tokens, None, handle.lists.num_rows, recipe)
-        push(self.tokens, None, None, handle.lists, None, slab, handle, results, FREE, recipe)
+        push(self.tokens, None, None, slab, handle, results, FREE, recipe)
 
     def symmetric(self, deduplicate: bool = True) -> Tensor:
         return self.pull(self.push(deduplicate))

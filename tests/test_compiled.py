@@ -19,7 +19,7 @@ from conformance.core.contract import Contract
 from conformance.core.ranks import ranks_of
 from conformance.engine.child.evaluate import evaluate
 from conformance.interface import load
-from moe_fast.dispatch.steps import Programs, collect, send
+from moe_fast.dispatch.steps import Programs, Transfer, collect, send
 from moe_fast.permutation.permute import permute_in_tiles
 from moe_ref.config import Recipe
 from tests.common.compile_kernels import failures
@@ -119,7 +119,7 @@ def test_the_kernels_between_ranks_compile_for_a_gpu(launches):
     world, few = World(3, 1, torch.bfloat16), Programs(1, 1)
     (slab,) = world.slabs(64)
     given = (world.tokens[0], world.maps[0], world.probs[0])
-    (sent,) = in_step([send(*given, 1, 64, slab, 0, most=few, recipe=Recipe("block"))])
+    (sent,) = in_step([send(*given, Transfer(64, most=few, recipe=Recipe("block")), slab, 0)])
     in_step([collect(torch.zeros(64, world.hidden, dtype=torch.bfloat16), None, sent[3], slab, few)])
     own = [launch for launch in launches.values() if launch.module.startswith("moe_fast.dispatch._symmetric")]
     assert len(own) == 6

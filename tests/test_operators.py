@@ -71,7 +71,7 @@ def test_a_wrong_operator_is_found(wrong, why):
 
 def test_a_launch_outside_an_operator_is_an_error_and_not_left_out():
     with FakeTensorMode(), pytest.raises(RuntimeError, match="multihot_kernel is traced outside an operator"):
-        launch(_routing_map.multihot_kernel, (1,))
+        launch(_routing_map.multihot_kernel, (1,), torch.empty(1))
 
 
 def test_without_memory_a_function_gives_shapes_and_launches_nothing():

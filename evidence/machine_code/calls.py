@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_fast.dispatch.ipc import wait_for_all
 from moe_fast.dispatch.slabs import Room, Slab, offsets, slab_of
-from moe_fast.dispatch.steps import collect, resend, run_with, send
+from moe_fast.dispatch.steps import Transfer, collect, resend, run_with, send
 from moe_ref.config import LinearState, QuantizerState, Recipe, RouterConfig
 from moe_ref.config.quantization import DEFAULTS, ROLES
 
@@ -293,7 +293,8 @@ def dispatchers() -> Calls:
                 return run_with(steps, lambda: None)
 
             for once, weights in itertools.product((True, False), (probs, None)):
-                *_, handle = stepped(send(tokens, routing, weights, 16, num_rows, slab, 0, once=once, recipe=recipe))
+                transfer = Transfer(num_rows, 16, once, recipe=recipe)
+                *_, handle = stepped(send(tokens, routing, weights, transfer, slab, 0))
                 rows, row_probs = meta(num_rows, tokens.shape[1], dtype=tokens.dtype), meta(num_rows, dtype=FP32)
                 stepped(collect(rows, None if weights is None else row_probs, handle, slab))
                 stepped(resend(tokens, weights, handle, slab))

@@ -20,7 +20,8 @@ from moe_fast.dispatch import wire
 from moe_fast.dispatch.slabs import Slab
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION
-from moe_fast.launch.backend import bits, casts_in_hardware, launch_on, strided
+from moe_fast.launch.backend import bits, casts_in_hardware, strided
+from moe_fast.launch.operators import launch
 from moe_fast.launch.tuning import EXPERT_LANES, ceil_div, power_of_two
 from moe_fast.permutation.row_map import RowMap, count_blocks, cut_of, empty_slots, lay_out, plan_walk
 from moe_ref.config import FP8_BLOCK, Recipe
@@ -39,6 +40,23 @@ class Programs(NamedTuple):
 
 
 FREE = Programs()
+
+
+class Transfer(NamedTuple):
+    """How tokens go to the rows of all ranks: the same on every rank."""
+
+    num_rows: int  # of the largest buffer of a rank
+    align: int = 1  # each expert has a multiple of as many rows
+    once: bool = True  # whether a token travels once to a rank, and is copied there
+    most: Programs = FREE
+    recipe: Recipe | None = None  # by which tokens travel as codes
+
+
+class Layout(NamedTuple):
+    """Where tokens go whose routing is new."""
+
+    start_E: Tensor  # each expert's first row, on its rank
+    ranked: RowMap  # with bases within an expert
 
 
 @dataclass(frozen=True)
@@ -108,32 +126,29 @@ def run_with(steps: Steps[X], barrier: Callable[[], None]) -> X:
 
 
 def send(
-    tokens: Tensor, routing_map: Tensor, probs: Tensor | None, align: int, num_rows: int,
-    slab: Slab, rank: int, group: Any = None, once: bool = True, most: Programs = FREE,
-    recipe: Recipe | None = None,
-    advanced: Callable[[], None] | None = None,
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None, transfer: Transfer, slab: Slab, rank: int,
+    group: Any = None, advanced: Callable[[], None] | None = None,
 ) -> Steps[tuple[Any, Tensor | None, Tensor, Handle]]:  # fmt: skip
     """The steps of dispatch: rows (with a recipe their form), probs, tokens per expert, handle.
 
     Args:
         advanced: waits until the tokens have travelled, by `advance` of all ranks.
     """
+    num_rows, align, once, most, recipe = transfer
     copied_early = advanced is not None
     (num_tokens, num_experts), ranks, device = routing_map.shape, slab.room.ranks, tokens.device
     local = num_experts // ranks
     slots, walk = empty_slots(routing_map), plan_walk(routing_map, cut_of(routing_map))
-    with launch_on(routing_map):
-        count_blocks(routing_map, walk, slots)
-        lay_out(walk, None, 1, 0)  # bases within an expert, because no rank has the layout yet
+    count_blocks(routing_map, walk, slots)
+    lay_out(walk, None, 1, 0)  # bases within an expert, because no rank has the layout yet
     link = slab.region("link", torch.int32, num_rows).zero_()
-    with launch_on(tokens):
-        kernels.announce_kernel[(ranks,)](
-            walk.count_E,
-            slab.tables["counts"],
-            rank,
-            num_experts,
-            BLOCK_E=power_of_two(num_experts, least=EXPERT_LANES),
-        )
+    launch(kernels.announce_kernel, (ranks,), tokens)(
+        walk.count_E,
+        slab.tables["counts"],
+        rank,
+        num_experts,
+        BLOCK_E=power_of_two(num_experts, least=EXPERT_LANES),
+    )
     yield
 
     start = torch.empty(num_experts, dtype=torch.int64, device=device)  # slab_layout_kernel writes these four
@@ -142,11 +157,10 @@ def send(
     overflow = torch.empty(ranks, dtype=torch.bool, device=device)
     all_counts = slab.region("counts", torch.int32, ranks * num_experts)
     sizes = (rank, ranks, num_experts, local, align, num_rows)
-    with launch_on(tokens):
-        laid_out = (start, tokens_per_expert, gap, overflow.view(torch.uint8))
-        kernels.slab_layout_kernel[(1,)](
-            all_counts, *laid_out, *sizes, BLOCK_E=power_of_two(num_experts, least=EXPERT_LANES)
-        )
+    laid_out = (start, tokens_per_expert, gap, overflow.view(torch.uint8))
+    launch(kernels.slab_layout_kernel, (1,), tokens)(
+        all_counts, *laid_out, *sizes, BLOCK_E=power_of_two(num_experts, least=EXPERT_LANES)
+    )
     per_block, sizes_of_map = walk.cut.tokens_per_block, (num_tokens, num_experts, num_rows, True, False)
     ranked = RowMap(slots.slots_TE, slots.num_slots_T, walk.base_EB.t(), gap, per_block, *sizes_of_map)
     lists = ranked.without_bases()
@@ -157,7 +171,7 @@ def send(
     of_rows, of_tokens = (kept_link, kept_home), (local_rows, rank_bits)
     handle = Handle(group, ranks, rank, lists, num_rows, *of_rows, *of_tokens, gap, overflow, local, once)
     results = Results.empty(tokens, None if probs is None else probs.dtype, num_rows, recipe)
-    push(tokens, probs, start, ranked, lists.slots_TE, slab, handle, results, most, recipe, copied_early)
+    push(tokens, probs, Layout(start, ranked), slab, handle, results, most, recipe, copied_early)
     if advanced is not None:
         advanced()
     yield
@@ -173,7 +187,7 @@ def resend(
     yield  # from here on no rank reads an earlier dispatch
     some = tokens if tokens is not None else probs.new_empty((handle.lists.num_tokens, 0))  # type: ignore[union-attr]
     results = Results.empty(some, None if probs is None else probs.dtype, handle.lists.num_rows, None)
-    push(some, probs, None, handle.lists, None, slab, handle, results, most)
+    push(some, probs, None, slab, handle, results, most)
     yield
     spread(some, handle.link_C, slab, handle, results, False, most)
     return None if tokens is None else results.rows, results.probs
@@ -209,31 +223,28 @@ def return_sums(
     row_pieces = ceil_div(lists.num_rows, sizes.group)
     token_pieces = ceil_div(lists.num_tokens, sizes.tokens) if hidden else 0
     pieces = row_pieces + token_pieces
-    if pieces == 0:
-        return
-    with launch_on(some):
-        kernels_of_sums.return_kernel[_grid(pieces, most.num_sms)](
-            *strided(rows),
-            *strided(None if probs is None else bits(probs), 1),
-            handle.link_C,
-            handle.home_C,
-            slab.tables["sums"],
-            None if rows is None else slab.region("rows", rows.dtype, lists.num_rows * hidden),
-            None if probs is None else bits(slab.region("sum_probs", probs.dtype, lists.num_rows)),
-            out,
-            handle.own_T,
-            lists.pointers(),
-            pieces,
-            row_pieces,
-            token_pieces,
-            lists.num_tokens,
-            lists.num_experts,
-            hidden,
-            lists.num_rows,
-            GROUP=sizes.group,
-            SHARED=most.num_sms is not None,
-            **_sum_settings(sizes, out),
-        )
+    launch(kernels_of_sums.return_kernel, _grid(pieces, most.num_sms), some)(
+        *strided(rows),
+        *strided(None if probs is None else bits(probs), 1),
+        handle.link_C,
+        handle.home_C,
+        slab.tables["sums"],
+        None if rows is None else slab.region("rows", rows.dtype, lists.num_rows * hidden),
+        None if probs is None else bits(slab.region("sum_probs", probs.dtype, lists.num_rows)),
+        out,
+        handle.own_T,
+        lists.pointers(),
+        pieces,
+        row_pieces,
+        token_pieces,
+        lists.num_tokens,
+        lists.num_experts,
+        hidden,
+        lists.num_rows,
+        GROUP=sizes.group,
+        SHARED=most.num_sms is not None,
+        **_sum_settings(sizes, out),
+    )
 
 
 def add_sums(
@@ -246,31 +257,28 @@ def add_sums(
     blocks = ceil_div(lists.num_tokens, sizes.lists) if probs is not None else 0
     blocks += ceil_div(lists.num_tokens, sizes.tokens) if hidden else 0
     pieces = blocks * max(1, ceil_div(hidden, sizes.columns))
-    if pieces == 0:
-        return
-    with launch_on(some):
-        kernels_of_sums.total_kernel[_grid(pieces, most.num_blocks)](
-            None if out is None else slab.region("sums", out.dtype, lists.num_rows * hidden),
-            slab.tables["rows"],
-            *strided(None if probs is None else bits(probs), 1),
-            slab.tables["sum_probs"],
-            out if hidden else None,
-            None if out_probs is None else bits(out_probs),
-            handle.ranks_T,
-            lists.pointers(),
-            pieces,
-            lists.num_tokens,
-            lists.num_experts,
-            handle.local_experts,
-            hidden,
-            lists.num_rows,
-            handle.rank,
-            ONCE=handle.once,
-            CAME=handle.once and handle.ranks < 64 and lists.num_tokens * (handle.ranks - 1) <= lists.num_rows,
-            BLOCK_L=sizes.lists,
-            SHARED=most.num_blocks is not None,
-            **_sum_settings(sizes, out),
-        )
+    launch(kernels_of_sums.total_kernel, _grid(pieces, most.num_blocks), some)(
+        None if out is None else slab.region("sums", out.dtype, lists.num_rows * hidden),
+        slab.tables["rows"],
+        *strided(None if probs is None else bits(probs), 1),
+        slab.tables["sum_probs"],
+        out if hidden else None,
+        None if out_probs is None else bits(out_probs),
+        handle.ranks_T,
+        lists.pointers(),
+        pieces,
+        lists.num_tokens,
+        lists.num_experts,
+        handle.local_experts,
+        hidden,
+        lists.num_rows,
+        handle.rank,
+        ONCE=handle.once,
+        CAME=handle.once and handle.ranks < 64 and lists.num_tokens * (handle.ranks - 1) <= lists.num_rows,
+        BLOCK_L=sizes.lists,
+        SHARED=most.num_blocks is not None,
+        **_sum_settings(sizes, out),
+    )
 
 
 def _sum_settings(sizes: tuning.Symmetric, out: Tensor | None) -> dict[str, Any]:
@@ -288,59 +296,58 @@ def advance(tokens: Tensor, num_rows: int, slab: Slab, rank: int) -> Steps[None]
 
 
 def push(
-    tokens: Tensor, probs: Tensor | None, start: Tensor | None, row_map: RowMap,
-    row_slots: Tensor | None, slab: Slab, handle: Handle, results: Results, most: Programs,
-    recipe: Recipe | None = None, copied_early: bool = False,
+    tokens: Tensor, probs: Tensor | None, layout: Layout | None, slab: Slab, handle: Handle, results: Results,
+    most: Programs, recipe: Recipe | None = None, copied_early: bool = False,
 ) -> None:  # fmt: skip
     """Write tokens (with a recipe their codes and scales) and probs to their rows on all ranks, on
-    this rank into the results, with zeros in the padding. With `row_slots` also write the links
+    this rank into the results, with zeros in the padding. With a `layout` also write the links
     there and the lists of rows here; without, as in a later dispatch of the same routing, zeros
     past the segments.
     """
+    start, row_map, row_slots = (None, handle.lists, None) if layout is None else (*layout, handle.lists.slots_TE)
     sizes, hidden = tuning.for_device(tokens.device).symmetric, tokens.shape[1]
     columns, num_warps = _tile(sizes, recipe)
     numbers, settings = wire.rule_of(recipe, tokens)
     tail = sizes.tail_lanes if row_slots is None else 0
     blocks = ceil_div(row_map.num_tokens, sizes.lists) + ceil_div(row_map.num_tokens, sizes.tokens)
     pieces = (blocks + handle.local_experts + tail) * max(1, ceil_div(hidden, columns))
-    with launch_on(tokens):
-        kernels.push_kernel[_grid(pieces, most.num_sms)](
-            bits(tokens) if recipe is None else tokens.resolve_neg(),
-            *tokens.stride(),
-            *strided(None if probs is None else bits(probs)),
-            start,
-            slab.tables["rows"],
-            None if recipe is None else slab.tables["scales"],
-            slab.tables["probs"],
-            slab.tables["link"],
-            slab.tables["home"],
-            row_slots,
-            handle.own_T,
-            handle.ranks_T,
-            *results.pointers(),
-            *row_map.arguments(),
-            handle.gap_2L,
-            tail,
-            pieces,
-            row_map.num_tokens,
-            row_map.num_experts,
-            handle.local_experts,
-            hidden,
-            row_map.num_rows,
-            handle.rank,
-            *numbers,
-            **settings,
-            HARDWARE=casts_in_hardware(tokens.device),
-            SHARED=most.num_sms is not None,
-            ONCE=handle.once,
-            EARLY=copied_early,
-            BLOCK_T=sizes.tokens,
-            BLOCK_H=columns,
-            BLOCK_L=sizes.lists,
-            BLOCK_R=sizes.fill_rows,
-            num_warps=num_warps,
-            **NO_FP_FUSION,
-        )
+    launch(kernels.push_kernel, _grid(pieces, most.num_sms), tokens)(
+        bits(tokens) if recipe is None else tokens.resolve_neg(),
+        *tokens.stride(),
+        *strided(None if probs is None else bits(probs)),
+        start,
+        slab.tables["rows"],
+        None if recipe is None else slab.tables["scales"],
+        slab.tables["probs"],
+        slab.tables["link"],
+        slab.tables["home"],
+        row_slots,
+        handle.own_T,
+        handle.ranks_T,
+        *results.pointers(),
+        *row_map.arguments(),
+        handle.gap_2L,
+        tail,
+        pieces,
+        row_map.num_tokens,
+        row_map.num_experts,
+        handle.local_experts,
+        hidden,
+        row_map.num_rows,
+        handle.rank,
+        *numbers,
+        **settings,
+        HARDWARE=casts_in_hardware(tokens.device),
+        SHARED=most.num_sms is not None,
+        ONCE=handle.once,
+        EARLY=copied_early,
+        BLOCK_T=sizes.tokens,
+        BLOCK_H=columns,
+        BLOCK_L=sizes.lists,
+        BLOCK_R=sizes.fill_rows,
+        num_warps=num_warps,
+        **NO_FP_FUSION,
+    )
 
 
 def spread(
@@ -353,26 +360,23 @@ def spread(
     sizes, hidden, num_rows = tuning.for_device(like.device).symmetric, like.shape[1], handle.lists.num_rows
     columns, num_warps = _tile(sizes, recipe)
     blocks, pieces, probs = ceil_div(hidden, FP8_BLOCK), ceil_div(num_rows, sizes.group), results.probs
-    if num_rows == 0:
-        return
-    with launch_on(like):
-        kernels.spread_kernel[_grid(pieces, most.num_blocks)](
-            bits(slab.region("rows", results.rows.dtype, num_rows * hidden)),
-            bits(slab.region("sums", results.rows.dtype, num_rows * hidden)) if copied_early else None,
-            None if recipe is None else slab.region("scales", torch.float32, num_rows * blocks),
-            None if probs is None else bits(slab.region("probs", probs.dtype, num_rows)),
-            link,
-            slab.region("home", torch.int64, num_rows) if first else None,
-            *results.pointers(),
-            *((handle.link_C, handle.home_C) if first else (None, None)),
-            pieces,
-            hidden,
-            num_rows,
-            SHARED=most.num_blocks is not None,
-            BLOCK_H=columns,
-            GROUP=sizes.group,
-            num_warps=num_warps,
-        )
+    launch(kernels.spread_kernel, _grid(pieces, most.num_blocks), like)(
+        bits(slab.region("rows", results.rows.dtype, num_rows * hidden)),
+        bits(slab.region("sums", results.rows.dtype, num_rows * hidden)) if copied_early else None,
+        None if recipe is None else slab.region("scales", torch.float32, num_rows * blocks),
+        None if probs is None else bits(slab.region("probs", probs.dtype, num_rows)),
+        link,
+        slab.region("home", torch.int64, num_rows) if first else None,
+        *results.pointers(),
+        *((handle.link_C, handle.home_C) if first else (None, None)),
+        pieces,
+        hidden,
+        num_rows,
+        SHARED=most.num_blocks is not None,
+        BLOCK_H=columns,
+        GROUP=sizes.group,
+        num_warps=num_warps,
+    )
 
 
 def _grid(pieces: int, most: int | None) -> tuple[int]:

@@ -20,7 +20,7 @@ from moe_fast.declared import COMPUTED, COPY, READ, Family
 from moe_fast.dispatch import wire
 from moe_fast.dispatch.exchange import check_combined, counts_of_all, size_and_rank
 from moe_fast.dispatch.slabs import Room, Slab, slab_for, transport_of
-from moe_fast.dispatch.steps import FREE, Handle, Programs, advance, collect, resend, run, run_with, send
+from moe_fast.dispatch.steps import FREE, Handle, Programs, Transfer, advance, collect, resend, run, run_with, send
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import check_device
 from moe_fast.quantization.quantized import codes, dequantize, scales
@@ -61,7 +61,6 @@ def start_early(tokens_TH: Tensor, *, num_experts: int, num_rows: int, group: An
     """
     ranks, rank = size_and_rank(group)
     require(ranks == 2, "group", f"of {ranks} ranks", "of two")
-    check_device("tokens", tokens_TH)
     tokens, device = tokens_TH.detach(), tokens_TH.device
     slab = slab_for(group, device, Room(ranks, num_experts, num_rows, tokens.shape[1] * tokens.element_size()))
     steps = advance(tokens, num_rows, slab, rank)
@@ -117,8 +116,8 @@ def hybridep_dispatch(
     require(most_rows < 1 << 30, "num_rows", most_rows, "below 2^30")
     room = Room(ranks, routing_map_TE.shape[1], most_rows, tokens_TH.shape[1] * tokens_TH.element_size())
     slab = slab_for(group, tokens_TH.device, room)
-    most = Programs(num_sms, num_blocks)
-    options, rank_rows = (align or 1, most_rows, slab, rank, group, deduplicate, most), slice(buffer_rows[rank])
+    transfer = Transfer(most_rows, align or 1, deduplicate, Programs(num_sms, num_blocks), recipe)
+    rank_rows = slice(buffer_rows[rank])
     if early is not None:
         is_usable = recipe is None and deduplicate and early.slab is slab and early.tokens is tokens_TH
         require(
@@ -130,12 +129,13 @@ def hybridep_dispatch(
     if recipe is None:
         waits = None if early is None else early.wait
         inputs = (tokens_TH, probs, routing_map_TE, buffer_rows[rank], waits)
-        rows, row_probs, counts, handle = _Dispatch.apply(*inputs, *options)
+        rows, row_probs, counts, handle = _Dispatch.apply(*inputs, transfer, slab, rank, group)
         return Dispatched(rows, row_probs, counts, handle, handle.overflow_W[rank])
-    form, row_probs, counts, handle = run(send(tokens_TH.detach(), routing_map_TE, probs, *options, recipe), slab)
+    steps = send(tokens_TH.detach(), routing_map_TE, probs, transfer, slab, rank, group)
+    form, row_probs, counts, handle = run(steps, slab)
     handle = replace(handle, own_rows=buffer_rows[rank])
     own_probs = None if row_probs is None else row_probs[rank_rows]
-    source, row_probs = _Place.apply(tokens_TH, probs, own_probs, handle, most)
+    source, row_probs = _Place.apply(tokens_TH, probs, own_probs, handle, transfer.most)
     rows = wire.rows_of(
         wire.form_of(form.codes_MN[rank_rows], form.scale[rank_rows]), recipe, tokens_TH.dtype, counts, source
     )
@@ -185,12 +185,11 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tokens: Tensor, probs: Tensor | None, routing_map: Tensor, own_rows: int,
-        waits: Callable[[], None] | None, align: int, num_rows: int, slab: Slab, rank: int, group: Any, once: bool,
-        most: Programs,
+        waits: Callable[[], None] | None, transfer: Transfer, slab: Slab, rank: int, group: Any,
     ) -> Any:  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.most = most
-        steps = send(tokens, routing_map, probs, align, num_rows, slab, rank, group, once, most, advanced=waits)
+        ctx.most = transfer.most
+        steps = send(tokens, routing_map, probs, transfer, slab, rank, group, advanced=waits)
         rows, row_probs, counts, handle = run(steps, slab)
         # here: a slice of the results would copy their gradients
         rows, row_probs = rows[:own_rows], None if row_probs is None else row_probs[:own_rows]
@@ -201,7 +200,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor | None, d_probs: Tensor | None, *_: Any) -> Any:
-        return *_collect(d_rows, d_probs, ctx.handle, ctx.most), *(None,) * 10
+        return *_collect(d_rows, d_probs, ctx.handle, ctx.most), *(None,) * 7
 
 
 class _Place(torch.autograd.Function):

@@ -8,10 +8,9 @@ from torch import Tensor
 from moe_fast.declared import COMPUTED, Family
 from moe_fast.experts.activations import activation, activation_backward, check_probs, glu, glu_backward
 from moe_fast.experts.factors import weights_quantized_once as weights_quantized_once
-from moe_fast.experts.linear import check_product, grouped_dgrad, grouped_linear, grouped_wgrad
-from moe_fast.experts.mlp import grouped_mlp, latent_projection, sequential_mlp
+from moe_fast.experts.linear import check_product, grouped_dgrad, grouped_linear, grouped_wgrad, latent_projection
+from moe_fast.experts.mlp import grouped_mlp, sequential_mlp, shared_experts
 from moe_fast.experts.scaled_linear import scales_in_hardware
-from moe_fast.experts.shared import shared_experts
 from moe_fast.launch import backend
 
 _FP8, _BLOCKS = ("delayed", "current", "block"), ("mxfp8", "nvfp4")  # scalings, by the matrix unit of their products

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_fast.experts._hopper_activated import SIZE, quantize_activated_kernel
 from moe_fast.experts.activations import CURVES, Settings
 from moe_fast.launch.arithmetic import NO_FP_FUSION
-from moe_fast.launch.backend import is_hopper, launch_on, strided
+from moe_fast.launch.backend import is_hopper, strided
 from moe_fast.launch.descriptors import described, have_descriptors
 from moe_fast.launch.operators import has_memory
 from moe_fast.launch.prepared import launch
@@ -83,25 +83,24 @@ def quantize_activated(
     sizes: dict[str, Any] = {k: v for k, v in grid.settings.items() if k not in ("BLOCK_M", "BLOCK_N", "STAGES")}
     constants = encoding(recipe, format, like.device)
     del constants["HARDWARE"]
-    with launch_on(like):
-        launch(quantize_activated_kernel, (grid.programs,))(
-            described(rows.halves, [1, size, size]),
-            *strided(probs, 1),
-            *settings.numbers(),
-            *splits_arguments(splits),
-            *form_arguments(by_rows),
-            *form_arguments(by_columns),
-            *like.shape,
-            *grid.sizes,
-            *scale_limits(recipe, like.dtype),
-            SCALED=settings.effective_alpha != 1.0,
-            CLAMPED=settings.clamp is not None,
-            ROUND_FIRST=settings.round_first and probs is not None,
-            **constants,
-            WHOLE=not for_products,
-            **sizes,
-            **NO_FP_FUSION,
-        )
+    launch(quantize_activated_kernel, (grid.programs,))(
+        described(rows.halves, [1, size, size]),
+        *strided(probs, 1),
+        *settings.numbers(),
+        *splits_arguments(splits),
+        *form_arguments(by_rows),
+        *form_arguments(by_columns),
+        *like.shape,
+        *grid.sizes,
+        *scale_limits(recipe, like.dtype),
+        SCALED=settings.effective_alpha != 1.0,
+        CLAMPED=settings.clamp is not None,
+        ROUND_FIRST=settings.round_first and probs is not None,
+        **constants,
+        WHOLE=not for_products,
+        **sizes,
+        **NO_FP_FUSION,
+    )
     return Quantized(recipe, format, like.dtype, splits, None, by_rows, by_columns)
 
 

@@ -10,7 +10,7 @@ from moe_fast.experts import _activations as kernels
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator, number_bits
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, present, strided, strided_or_empty
+from moe_fast.launch.backend import casts_in_hardware, check_device, present, strided, strided_or_empty
 from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div
 from moe_ref.config import ActivationGradients, check_activation, check_cotangent, check_glu, check_input_store, require
@@ -224,22 +224,20 @@ def _forward(
     out = torch.empty((num_rows, width), dtype=h.dtype, device=h.device)  # activation_kernel writes all of it
     column_programs = ceil_div(width, constants["BLOCK_F"])
     programs = ceil_div(num_rows, constants["BLOCK_P"]) * column_programs
-    if has_memory() and programs:
-        with launch_on(h):
-            launch(kernels.activation_kernel, (programs,))(
-                *strided(h),
-                *strided_or_empty(probs, 1),
-                out,
-                codes,
-                totals,  # the forward is slower with an empty tensor, which it waits for
-                num_rows,
-                width,
-                settings.between(h),
-                column_programs,
-                *settings.numbers(),
-                HARDWARE=casts_in_hardware(h.device),
-                **constants,
-            )
+    launch(kernels.activation_kernel, (programs,), h)(
+        *strided(h),
+        *strided_or_empty(probs, 1),
+        out,
+        codes,
+        totals,  # the forward is slower with an empty tensor, which it waits for
+        num_rows,
+        width,
+        settings.between(h),
+        column_programs,
+        *settings.numbers(),
+        HARDWARE=casts_in_hardware(h.device),
+        **constants,
+    )
     return out
 
 
@@ -263,22 +261,21 @@ def backward_of(
     column_programs = 1 if d_probs is not None else tiles if needs_h else 0
     programs = ceil_div(num_rows, constants["BLOCK_P"]) * column_programs
     if has_memory() and programs:
-        with launch_on(h):
-            launch(kernels.activation_backward_kernel, (programs,))(
-                *strided(d_out),
-                *strided(h),
-                *strided_or_empty(probs, 1),
-                d_h,
-                *present(d_probs, torch.float32 if probs is None else probs.dtype),
-                *present(totals, torch.int64),
-                num_rows,
-                width,
-                settings.between(h),
-                column_programs,
-                tiles // column_programs,
-                *settings.numbers(),
-                **constants,
-            )
+        launch(kernels.activation_backward_kernel, (programs,), h)(
+            *strided(d_out),
+            *strided(h),
+            *strided_or_empty(probs, 1),
+            d_h,
+            *present(d_probs, torch.float32 if probs is None else probs.dtype),
+            *present(totals, torch.int64),
+            num_rows,
+            width,
+            settings.between(h),
+            column_programs,
+            tiles // column_programs,
+            *settings.numbers(),
+            **constants,
+        )
     return d_h, d_probs
 
 

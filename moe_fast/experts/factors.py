@@ -23,9 +23,26 @@ class Precision(NamedTuple):
     """How the factors of a product are quantised."""
 
     recipe: Recipe
-    state: LinearState | None
-    noise: Tensor | None
+    state: LinearState | None = None
+    noise: Tensor | None = None
     amaxes: LinearAmax | None = None  # raised in place
+
+
+class Product(NamedTuple):
+    """How a grouped linear layer computes, besides its tensors. The defaults are those of
+    `grouped_linear` without a recipe.
+    """
+
+    precision: Precision | None = None
+    # whether zeros are written past the last expert's rows of the result, and of the gradient of
+    # the rows; a backward_override writes them anyway
+    filled: tuple[bool, bool] = (True, True)
+    # whether hooks of autograd drop the saved rows and compute them again, so that the rows are
+    # saved, not their codes
+    rows_again: bool = False
+    # the activation that the rows are, if they have no memory: only with block scaling, gradients
+    # of low precision, and a weight whose gradient is not delayed
+    activation: Activated | None = None
 
 
 def quantized_rows(

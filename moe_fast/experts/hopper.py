@@ -9,7 +9,6 @@ from moe_fast.experts import _hopper, _hopper_codes, _hopper_gated, _hopper_rows
 from moe_fast.experts._linear import SEGMENT_ROWS
 from moe_fast.experts.activations import CURVES, Settings
 from moe_fast.experts.segments import DESCRIBED_SIZE, Plan, programs
-from moe_fast.launch.backend import launch_on
 from moe_fast.launch.descriptors import described, layout_of
 from moe_fast.launch.prepared import launch
 from moe_fast.launch.tuning import ceil_div
@@ -33,18 +32,17 @@ def outer_products(d_out_PM: Tensor, rows_PN: Tensor, plan: Plan, out_LMN: Tenso
     block_p, block_m, block_n = (OUTER[f"BLOCK_{letter}"] for letter in "PMN")
     experts, num_outs, num_ins = out_LMN.shape
     pieces = experts * ceil_div(num_outs, block_m) * ceil_div(num_ins, block_n)
-    with launch_on(out_LMN):
-        launch(_hopper.outer_products_kernel, (programs(pieces, out_LMN.device),))(
-            segments_of(d_out_PM, [block_p, block_m]),
-            segments_of(rows_PN, [block_p, block_n]),
-            described(out_LMN, [1, block_m, block_n]),
-            plan.segment_3L,
-            experts,
-            num_outs,
-            num_ins,
-            BAND=BAND,
-            **OUTER,
-        )
+    launch(_hopper.outer_products_kernel, (programs(pieces, out_LMN.device),))(
+        segments_of(d_out_PM, [block_p, block_m]),
+        segments_of(rows_PN, [block_p, block_n]),
+        described(out_LMN, [1, block_m, block_n]),
+        plan.segment_3L,
+        experts,
+        num_outs,
+        num_ins,
+        BAND=BAND,
+        **OUTER,
+    )
 
 
 def matmul(
@@ -60,22 +58,21 @@ def matmul(
     """
     block_rows, block_depth, block_columns = MATMUL_TILE
     pieces = plan.capacity * ceil_div(out_PC.shape[1], block_columns)
-    with launch_on(out_PC):
-        launch(_hopper_rows.matmul_kernel, (programs(pieces, out_PC.device),))(
-            described(x_PD, [block_rows, block_depth]),
-            described(matrices, [1, block_columns, block_depth] if turned else [1, block_depth, block_columns]),
-            out_PC,
-            segments_of(out_PC, [block_rows, block_columns]),
-            *bias,
-            plan.tile_4C,
-            plan.total_2,
-            plan.capacity,
-            out_PC.shape[0] if filled else 0,
-            out_PC.shape[1],
-            x_PD.shape[1],
-            TURNED=turned,
-            **MATMUL,
-        )
+    launch(_hopper_rows.matmul_kernel, (programs(pieces, out_PC.device),))(
+        described(x_PD, [block_rows, block_depth]),
+        described(matrices, [1, block_columns, block_depth] if turned else [1, block_depth, block_columns]),
+        out_PC,
+        segments_of(out_PC, [block_rows, block_columns]),
+        *bias,
+        plan.tile_4C,
+        plan.total_2,
+        plan.capacity,
+        out_PC.shape[0] if filled else 0,
+        out_PC.shape[1],
+        x_PD.shape[1],
+        TURNED=turned,
+        **MATMUL,
+    )
 
 
 def activated_matmul(
@@ -96,26 +93,25 @@ def activated_matmul(
     depth, width = weight_LCD.shape[2], out_PF.shape[1]
     source_PD, token_map = (x.tokens_TH, x.token_map) if isinstance(x, Gathered) else (x, (None, 0, None, 0))
     by_half, tiles = weight_LCD.unflatten(1, (2, width)), plan.capacity * ceil_div(width, half)
-    with launch_on(out_PF):
-        launch(_hopper_gated.activated_matmul_kernel, (programs(tiles, out_PF.device),))(
-            described(source_PD, [high, deep]),
-            *token_map,
-            described(by_half, [1, 2, half, deep]),
-            out_PF,
-            segments_of(out_PF, [high, piece], swizzled=2 * piece),
-            *bias,
-            *probs,
-            plan.tile_4C,
-            plan.total_2,
-            plan.capacity,
-            *out_PF.shape,
-            depth,
-            *settings.numbers(),
-            CURVE=CURVES[settings.kind][0],
-            CLAMPED=settings.clamp is not None,
-            ROUND_FIRST=settings.round_first and probs[0] is not None,
-            **MATMUL,
-        )
+    launch(_hopper_gated.activated_matmul_kernel, (programs(tiles, out_PF.device),))(
+        described(source_PD, [high, deep]),
+        *token_map,
+        described(by_half, [1, 2, half, deep]),
+        out_PF,
+        segments_of(out_PF, [high, piece], swizzled=2 * piece),
+        *bias,
+        *probs,
+        plan.tile_4C,
+        plan.total_2,
+        plan.capacity,
+        *out_PF.shape,
+        depth,
+        *settings.numbers(),
+        CURVE=CURVES[settings.kind][0],
+        CLAMPED=settings.clamp is not None,
+        ROUND_FIRST=settings.round_first and probs[0] is not None,
+        **MATMUL,
+    )
 
 
 def rows_of_tile(num_rows: int, num_experts: int) -> int:
@@ -135,25 +131,24 @@ def scaled_matmul(
         filled: as in `matmul`.
     """
     groups, columns = plan.tile.rows // HEIGHT, ceil_div(out_PC.shape[1], CODES)
-    with launch_on(out_PC):
-        launch(_hopper_codes.scaled_matmul_kernel, (programs(plan.capacity * columns, out_PC.device),))(
-            described(codes_PD, [HEIGHT, CODES]),
-            described(matrices_LCD, [1, CODES, CODES]),
-            out_PC,
-            segments_of(out_PC, [HEIGHT, CODES]),
-            *scales,
-            *matrix_scales,
-            *bias,
-            plan.tile_4C,
-            plan.total_2,
-            plan.capacity,
-            out_PC.shape[0] if filled else 0,
-            out_PC.shape[1],
-            codes_PD.shape[1],
-            GROUPS=groups,
-            STAGES=STAGES[groups],
-            num_warps=4,
-        )
+    launch(_hopper_codes.scaled_matmul_kernel, (programs(plan.capacity * columns, out_PC.device),))(
+        described(codes_PD, [HEIGHT, CODES]),
+        described(matrices_LCD, [1, CODES, CODES]),
+        out_PC,
+        segments_of(out_PC, [HEIGHT, CODES]),
+        *scales,
+        *matrix_scales,
+        *bias,
+        plan.tile_4C,
+        plan.total_2,
+        plan.capacity,
+        out_PC.shape[0] if filled else 0,
+        out_PC.shape[1],
+        codes_PD.shape[1],
+        GROUPS=groups,
+        STAGES=STAGES[groups],
+        num_warps=4,
+    )
 
 
 def scaled_wgrad(
@@ -163,21 +158,20 @@ def scaled_wgrad(
     descriptors."""
     experts, num_outs, num_ins = out_LMN.shape
     pieces = experts * ceil_div(num_outs, 3 * HEIGHT) * ceil_div(num_ins, CODES)
-    with launch_on(out_LMN):
-        launch(_hopper_codes.scaled_wgrad_kernel, (programs(pieces, out_LMN.device),))(
-            described(d_out_MP, [HEIGHT, CODES]),
-            described(d_out_scale, [1, HEIGHT], swizzled=0),
-            described(x_NP, [CODES, CODES]),
-            described(x_scale, [1, CODES], swizzled=0),
-            described(out_LMN, [1, HEIGHT, CODES]),
-            plan.segment_3L,
-            experts,
-            num_outs,
-            num_ins,
-            BAND=BAND,
-            STAGES=STAGES[3],
-            num_warps=4,
-        )
+    launch(_hopper_codes.scaled_wgrad_kernel, (programs(pieces, out_LMN.device),))(
+        described(d_out_MP, [HEIGHT, CODES]),
+        described(d_out_scale, [1, HEIGHT], swizzled=0),
+        described(x_NP, [CODES, CODES]),
+        described(x_scale, [1, CODES], swizzled=0),
+        described(out_LMN, [1, HEIGHT, CODES]),
+        plan.segment_3L,
+        experts,
+        num_outs,
+        num_ins,
+        BAND=BAND,
+        STAGES=STAGES[3],
+        num_warps=4,
+    )
 
 
 def segments_of(rows_PC: Tensor, block: list[int], swizzled: int = 128) -> TensorDescriptor:

@@ -16,10 +16,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _linear as kernels
 from moe_fast.experts import hopper
-from moe_fast.experts.activated import Activated
 from moe_fast.experts.delayed import Later, waiting_for
 from moe_fast.experts.factors import (
     Precision,
+    Product,
     quantized_rows,
     quantized_weight,
     tensors_of,
@@ -28,7 +28,6 @@ from moe_fast.experts.factors import (
 )
 from moe_fast.experts.scaled_linear import (
     ScaledLinear,
-    check_scaled,
     multiple_of,
     scaled_dgrad,
     scaled_fprop,
@@ -38,23 +37,22 @@ from moe_fast.experts.scaled_linear import (
 from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, plan_of, programs, segment_sums
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import check_device, is_hopper, launch_on, strided, strided_or_empty
+from moe_fast.launch.backend import check_device, is_hopper, strided, strided_or_empty
 from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import GroupedTile, ceil_div
 from moe_fast.quantization.quantized import Quantized, dequantize
 from moe_ref.config import (
-    LinearAmax,
     LinearState,
     Recipe,
     check_grouped_dgrad,
     check_grouped_linear,
     check_grouped_wgrad,
+    check_linear,
     check_precision,
+    check_splits,
     require,
 )
-
-FILLED = (True, True)  # every row that a caller may read is written
 
 
 @traceable
@@ -72,42 +70,9 @@ def grouped_linear(
     Raises:
         ValueError: also for what `check_product` refuses.
     """
-    precision: dict[str, Any] = {"recipe": recipe, "state": state, "noise": noise, "accumulator": accumulator}
-    return linear_of(rows_PN, weight_LMN, tokens_per_expert_L, bias=bias, **precision)
-
-
-def linear_of(
-    rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
-    *, bias: Tensor | None = None, recipe: Recipe | None = None, state: LinearState | None = None,
-    noise: Tensor | None = None, accumulator: str = "float32", rows_again: bool = False,
-    amaxes: LinearAmax | None = None, filled: tuple[bool, bool] = FILLED, activation: Activated | None = None,
-) -> Tensor:  # fmt: skip
-    """`grouped_linear` with settings for the other functions of this package.
-
-    Args:
-        rows_again: hooks of autograd drop the saved rows and compute them again, so that the rows
-            are saved, not their codes.
-        amaxes: as in `grouped_mlp`.
-        filled: whether zeros are written past the last expert's rows of the result, and of the
-            gradient of the rows. A backward_override writes them anyway.
-        activation: the activation that the rows are, if they have no memory. Only with block
-            scaling, gradients of low precision, and a weight whose gradient is not delayed.
-    """
     _check(rows_PN, weight_LMN, tokens_per_expert_L, bias, recipe, state, noise, accumulator)
-    waiting = waiting_for(weight_LMN)
-    if waiting is not None:
-        settings: dict[str, Any] = {"recipe": recipe, "state": state, "noise": noise, "accumulator": accumulator}
-        settings |= {"rows_again": rows_again, "amaxes": amaxes, "filled": filled}
-        out = linear_of(rows_PN, weight_LMN.detach(), tokens_per_expert_L, bias=bias, **settings)
-        anchor = out.new_empty(0, requires_grad=True)
-        wgrad = partial(_wgrad_of, precision=None if recipe is None else Precision(recipe, state, noise, amaxes))
-        return Later.apply(out, anchor, rows_PN, tokens_per_expert_L, waiting, wgrad)
-    if recipe is None:
-        return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, filled)
-    precision = Precision(recipe, state, noise, amaxes)
-    if recipe.backward_override is not None:
-        return _OverriddenLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
-    return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again, filled, activation)
+    product = Product(None if recipe is None else Precision(recipe, state, noise))
+    return linear_of(rows_PN, weight_LMN, tokens_per_expert_L, product, bias=bias)
 
 
 @unless_known
@@ -116,6 +81,41 @@ def _check(rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor, bia
     check_precision(*precision)
     check_product(rows_PN, precision[0], precision[-1])
     check_device("rows", rows_PN)
+
+
+def linear_of(
+    rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor, product: Product, *, bias: Tensor | None = None
+) -> Tensor:
+    """`grouped_linear` of arguments that have been checked, for any product."""
+    waiting, precision = waiting_for(weight_LMN), product.precision
+    if waiting is not None:
+        out = linear_of(rows_PN, weight_LMN.detach(), tokens_per_expert_L, product, bias=bias)
+        anchor = out.new_empty(0, requires_grad=True)
+        wgrad = partial(_wgrad_of, precision=precision)
+        return Later.apply(out, anchor, rows_PN, tokens_per_expert_L, waiting, wgrad)
+    if precision is None:
+        return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, product.filled)
+    if precision.recipe.backward_override is not None:
+        return _OverriddenLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
+    return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, product)
+
+
+@traceable
+def latent_projection(
+    x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, recipe: Recipe | None = None,
+    state: LinearState | None = None, noise: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x Wᵀ + b, by `grouped_linear` with one expert."""
+    check_linear("weight", x_TN, weight_MN, bias)
+    return linear(x_TN, weight_MN, bias=bias, recipe=recipe, state=state, noise=noise)
+
+
+def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **precision: Any) -> Tensor:
+    """`grouped_linear` of one expert that has all rows. The number of rows is checked here."""
+    if isinstance(precision.get("recipe"), Recipe):
+        check_splits([x_TN.shape[0]], x_TN.shape[0], precision["recipe"])
+    count = torch.full((1,), x_TN.shape[0], dtype=torch.int64, device=x_TN.device)
+    return grouped_linear(x_TN, weight_MN[None], count, bias=None if bias is None else bias[None], **precision)
 
 
 @traceable
@@ -198,19 +198,17 @@ def _wgrad(
 
 
 def check_product(rows: Tensor, recipe: Recipe | None, accumulator: str) -> None:
-    """Raise `ValueError` for float64 sums of narrower numbers; with a recipe also for what
-    `check_scaled` refuses.
+    """Raise `ValueError` for float64 sums of narrower numbers, and with a recipe for rows or sums
+    in float64.
     """
     if recipe is not None:
-        check_scaled(rows, accumulator)
+        expected = "bfloat16, float16 or float32: sums are taken in float32"
+        require(rows.dtype != torch.float64, "rows", f"of dtype {rows.dtype} with a recipe", expected)
+        require(accumulator == "float32", "accumulator", f"{accumulator!r} with a recipe", "'float32'")
         return
-    held = accumulator == "float32" or rows.dtype == torch.float64
-    require(
-        held,
-        "accumulator",
-        f"{accumulator!r} with rows of dtype {rows.dtype}",
-        "'float32', unless the rows are float64",
-    )
+    is_wide = accumulator == "float32" or rows.dtype == torch.float64
+    received = f"{accumulator!r} with rows of dtype {rows.dtype}"
+    require(is_wide, "accumulator", received, "'float32', unless the rows are float64")
 
 
 @as_operators
@@ -308,28 +306,29 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
         hopper.matmul(x, matrices, turned, strided(bias_LC, 2), plan, out, filled)
         return out
     is_float64 = x.dtype == torch.float64
-    with launch_on(x):
-        launch(
-            kernels.grouped_matmul_kernel, (programs(plan.capacity * ceil_div(num_columns, tile.columns), x.device),)
-        )(
-            *strided(x, 2),
-            *strided(matrices, 3),
-            # with a branch, the loop over tiles and depth would not be one pipeline
-            *((*strided(bias_LC, 2), None) if described else strided_or_empty(bias_LC, 2)),
-            out,
-            *(_matmul_descriptors(x, matrices, out, tile, turned) if described else (None, None, None)),
-            plan.tile_4C,
-            plan.total_2,
-            plan.capacity,
-            num_rows if filled else 0,
-            num_columns,
-            depth,
-            ACCUMULATOR=tl.float64 if is_float64 else tl.float32,
-            BIAS_AS=tl.float64 if is_float64 and bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
-            TURNED=turned,
-            FLATTEN=described and sizes.flatten,
-            **tile.blocks("P", "C", "D"),
-        )
+    launch(
+        kernels.grouped_matmul_kernel,
+        (programs(plan.capacity * ceil_div(num_columns, tile.columns), x.device),),
+        x,
+    )(
+        *strided(x, 2),
+        *strided(matrices, 3),
+        # with a branch, the loop over tiles and depth would not be one pipeline
+        *((*strided(bias_LC, 2), None) if described else strided_or_empty(bias_LC, 2)),
+        out,
+        *(_matmul_descriptors(x, matrices, out, tile, turned) if described else (None, None, None)),
+        plan.tile_4C,
+        plan.total_2,
+        plan.capacity,
+        num_rows if filled else 0,
+        num_columns,
+        depth,
+        ACCUMULATOR=tl.float64 if is_float64 else tl.float32,
+        BIAS_AS=tl.float64 if is_float64 and bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
+        TURNED=turned,
+        FLATTEN=described and sizes.flatten,
+        **tile.blocks("P", "C", "D"),
+    )
     return out
 
 
@@ -352,20 +351,19 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, addend_LMN: Tensor | None
     # beside a sum in float32 there is no room for a tile of it
     out_described = described and addend_LMN is None and have_descriptors(out)
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
-    with launch_on(rows):
-        launch(kernels.grouped_wgrad_kernel, (programs(pieces, rows.device),))(
-            *strided(d_out, 2),
-            *strided(rows, 2),
-            *strided(addend_LMN, 3),
-            out,
-            expert_slices(d_out, [tile.depth, tile.rows]) if described else None,
-            expert_slices(rows, [tile.depth, tile.columns]) if described else None,
-            TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns]) if out_described else None,
-            plan.segment_3L,
-            *shape,
-            ACCUMULATOR=tl.float64 if rows.dtype == torch.float64 else tl.float32,
-            **tile.blocks("M", "N", "P"),
-        )
+    launch(kernels.grouped_wgrad_kernel, (programs(pieces, rows.device),), rows)(
+        *strided(d_out, 2),
+        *strided(rows, 2),
+        *strided(addend_LMN, 3),
+        out,
+        expert_slices(d_out, [tile.depth, tile.rows]) if described else None,
+        expert_slices(rows, [tile.depth, tile.columns]) if described else None,
+        TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns]) if out_described else None,
+        plan.segment_3L,
+        *shape,
+        ACCUMULATOR=tl.float64 if rows.dtype == torch.float64 else tl.float32,
+        **tile.blocks("M", "N", "P"),
+    )
     return out
 
 

@@ -1,11 +1,11 @@
-"""The experts of one rank: `grouped_linear`, `glu` or `activation`, and two small steps, which
-multiply rows by probabilities, and weight a bias like its row.
+"""The experts of one rank, routed and shared: `grouped_linear`, `glu` or `activation`, and small
+steps, which multiply rows by probabilities or a gate, and weight a bias like its row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ from moe_fast.experts.activated import Activated, can_quantize_activated
 from moe_fast.experts.activated_linear import activated_linear
 from moe_fast.experts.activations import Settings, activated, check_probs, unwritten
 from moe_fast.experts.delayed import Waiting, delaying, waiting_for
-from moe_fast.experts.linear import FILLED, check_product, grouped_linear, linear_of
+from moe_fast.experts.factors import Precision, Product
+from moe_fast.experts.linear import check_product, linear, linear_of
 from moe_fast.experts.padding import Padding
 from moe_fast.experts.scaled_linear import multiple_of, scaled_tile
 from moe_fast.experts.segments import plans_shared, shared_totals, tile_of
-from moe_fast.experts.weighting import BiasAdded, ScaledRows
+from moe_fast.experts.weighting import BiasAdded, GatedRows, ScaledRows
 from moe_fast.launch.backend import check_device
 from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import traceable, tracing
@@ -35,9 +36,9 @@ from moe_ref.config import (
     check_input_store,
     check_kept,
     check_kind,
-    check_linear,
     check_pairs,
-    check_splits,
+    check_precision,
+    check_shared_experts,
     require,
 )
 
@@ -45,7 +46,22 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 # `filled` of both products: what stays in here needs no zeros past the experts' rows, which the
 # activation leaves out by the totals of a plan; a graph shares no plan
+FILLED = (True, True)
 WITHIN = ((False, True), (True, False))
+
+
+class Mlp(NamedTuple):
+    """One call of `grouped_mlp`, without the tensors that may have gradients."""
+
+    settings: Settings
+    products: tuple[Product, Product]  # of fc1 and of fc2
+    recipe: Recipe | None
+    fp8_input_store: bool
+    probs_on_input: bool
+    align: int | None  # None without a recipe
+    recomputes: bool  # whether the activation is not saved
+    rows_again: Callable[[], Tensor] | None
+    wgrads: Waiting | None
 
 
 @traceable
@@ -76,35 +92,28 @@ def grouped_mlp(
         ValueError: also for probs of other dtypes than `PROBS`, for wgrads or amaxes in a graph of
             torch.compile, and as `grouped_linear`.
     """
-    shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
-    settings = checked_settings(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
+    settings = checked_settings(
+        kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, round_before_probs=round_before_probs,
+        fp8_input_store=fp8_input_store,
+    )  # fmt: skip
     check_mlp(
         rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind,
         probs_on_input, align, recompute, recipe=recipe, state=state, noise=noise, wgrads=wgrads,
         rows_again=rows_again, amaxes=amaxes,
     )  # fmt: skip
-    pairs = zip(state or (None, None), amaxes or (None, None), strict=True)
-    weights = (fc1_weight_LFH, fc2_weight_LHF)
-    run = partial(
-        _experts,
-        settings=settings,
-        fp8_input_store=fp8_input_store,
-        recipe=recipe,
-        linears=[
-            partial(linear_of, recipe=recipe, state=linear_state, amaxes=linear_amax, filled=filled)
-            for (linear_state, linear_amax), filled in zip(
-                pairs, (FILLED, FILLED) if tracing() else WITHIN, strict=True
-            )
-        ],
-        noise=noise,
-        align=None if recipe is None else align,
-        probs_on_input=probs_on_input,
-        recompute=recompute == "moe_act",
-        rows_again=rows_again,
-        delayed=nullcontext if wgrads is None else partial(delaying, dict.fromkeys(weights, wgrads)),
-    )
-    inputs = (rows_PH, tokens_per_expert_L, probs, *weights, fc1_bias, fc2_bias)
-    return run_again(run, *inputs) if recompute == "moe" else run(*inputs)
+    precisions: Sequence[Precision | None] = (None, None)
+    if recipe is not None:
+        none = (None, None)
+        pairs = zip(state or none, noise or none, amaxes or none, strict=True)
+        precisions = [Precision(recipe, *precision) for precision in pairs]
+    in_graph = tracing()  # where the compiler chooses what is saved
+    fc1, fc2 = map(Product, precisions, (FILLED, FILLED) if in_graph else WITHIN)
+    call = Mlp(
+        settings, (fc1, fc2), recipe, fp8_input_store, probs_on_input, None if recipe is None else align,
+        recompute == "moe_act" and not in_graph, None if in_graph else rows_again, wgrads,
+    )  # fmt: skip
+    inputs = (rows_PH, tokens_per_expert_L, probs, fc1_weight_LFH, fc2_weight_LHF, fc1_bias, fc2_bias)
+    return run_again(partial(_experts, call), *inputs) if recompute == "moe" else _experts(call, *inputs)
 
 
 @unless_known
@@ -117,6 +126,8 @@ def check_mlp(
     """
     check_grouped_mlp(rows_PH, *arguments)
     check_pairs(state, noise, amaxes)
+    for layer_state, layer_noise in zip(state or (None, None), noise or (None, None), strict=True):
+        check_precision(recipe, layer_state, layer_noise, "float32")
     check_kept(wgrads, rows_again, arguments[-1])
     require(wgrads is None or not tracing(), "wgrads", "given in a graph", "None: a graph has all gradients")
     require(amaxes is None or not tracing(), "amaxes", "given in a graph", "None: a graph writes to no argument")
@@ -147,26 +158,41 @@ def sequential_mlp(
 
 
 @traceable
-def latent_projection(
-    x_TN: Tensor,
-    weight_MN: Tensor,
-    *,
-    bias: Tensor | None = None,
-    recipe: Recipe | None = None,
-    state: LinearState | None = None,
-    noise: Tensor | None = None,
-) -> Tensor:
-    """x Wᵀ + b, by `grouped_linear` with one expert."""
-    check_linear("weight", x_TN, weight_MN, bias)
-    return linear(x_TN, weight_MN, bias=bias, recipe=recipe, state=state, noise=noise)
+def shared_experts(
+    x_TH: Tensor, fc1_weight_FH: Tensor, fc2_weight_HF: Tensor,
+    *, gate_weight: Tensor | None = None, kind: str = "swiglu", offset: float = 0.0,
+    clamp: float | None = None, alpha: float | None = None, interleave: int | None = None,
+    fp8_input_store: bool = False, recompute: bool = False, recipe: Recipe | None = None,
+    state: tuple[LinearState, LinearState] | None = None,
+    noise: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Two linear layers over all tokens, without biases, and their gate: y = act(x W1ᵀ) W2ᵀ · σ(x
+    gᵀ).
+
+    Saved for the backward are x, x W1ᵀ (with `fp8_input_store` its E4M3 codes) and act; with
+    `recompute` only x.
+
+    Raises:
+        ValueError: also as `grouped_linear`.
+    """
+    settings = checked_settings(
+        kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, fp8_input_store=fp8_input_store
+    )
+    check_shared_experts(x_TH, fc1_weight_FH, fc2_weight_HF, gate_weight, kind, interleave)
+    check_pairs(state, noise)
+    pairs = zip(state or (None, None), noise or (None, None), strict=True)
+    fc1, fc2 = (partial(linear, recipe=recipe, state=s, noise=n) for s, n in pairs)
+    act = partial(activated, settings=settings, fp8_input_store=fp8_input_store)
+    run, inputs = partial(_shared, fc1, fc2, act), (x_TH, fc1_weight_FH, fc2_weight_HF, gate_weight)
+    return run_again(run, *inputs) if recompute else run(*inputs)
 
 
-def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **precision: Any) -> Tensor:
-    """`grouped_linear` of one expert that has all rows. The number of rows is checked here."""
-    if isinstance(precision.get("recipe"), Recipe):
-        check_splits([x_TN.shape[0]], x_TN.shape[0], precision["recipe"])
-    count = torch.full((1,), x_TN.shape[0], dtype=torch.int64, device=x_TN.device)
-    return grouped_linear(x_TN, weight_MN[None], count, bias=None if bias is None else bias[None], **precision)
+def _shared(
+    fc1: Callable[..., Tensor], fc2: Callable[..., Tensor], act: Callable[[Tensor], Tensor], x_TH: Tensor,
+    fc1_weight_FH: Tensor, fc2_weight_HF: Tensor, gate_weight: Tensor | None,
+) -> Tensor:  # fmt: skip
+    y_TH = fc2(act(fc1(x_TH, fc1_weight_FH)), fc2_weight_HF)
+    return y_TH if gate_weight is None else GatedRows.apply(y_TH, linear(x_TH, gate_weight))
 
 
 def checked_settings(
@@ -205,47 +231,46 @@ def run_again(run: Callable[..., X], *inputs: Tensor | None, random: bool = Fals
 
 
 def _experts(
-    rows_PH: Tensor, tokens_per_expert_L: Tensor, probs: Tensor | None, fc1_weight_LFH: Tensor,
+    call: Mlp, rows_PH: Tensor, tokens_per_expert_L: Tensor, probs: Tensor | None, fc1_weight_LFH: Tensor,
     fc2_weight_LHF: Tensor, fc1_bias: Tensor | None, fc2_bias: Tensor | None,
-    *, settings: Settings, fp8_input_store: bool, recipe: Recipe | None, linears: list[Callable[..., Tensor]],
-    noise: tuple[Tensor, Tensor] | None, align: int | None, probs_on_input: bool, recompute: bool,
-    rows_again: Callable[[], Tensor] | None, delayed: Callable[[], AbstractContextManager[None]],
 ) -> Tensor:  # fmt: skip
-    recomputes, rows_again = (recompute, rows_again) if not tracing() else (False, None)
-    needs_ends = probs_on_input or fc2_bias is not None
+    recipe, rows_again, wgrads = call.recipe, call.rows_again, call.wgrads
+    needs_ends = call.probs_on_input or fc2_bias is not None
     p_P = probs
     if probs is not None and needs_ends:
         # widened once, so that both parts of its gradient are added before it is rounded
         is_float64 = any(x is not None and x.dtype == torch.float64 for x in (rows_PH, probs, fc2_bias))
         p_P = probs.to(torch.float64 if is_float64 else torch.float32)
-    padding = None if align is None else Padding.of(tokens_per_expert_L, rows_PH.shape[0], align)
+    padding = None if call.align is None else Padding.of(tokens_per_expert_L, rows_PH.shape[0], call.align)
     if padding is not None:
         rows_PH, p_P, tokens_per_expert_L = *padding.pad(rows_PH, p_P), padding.counts_L
         rows_again = rows_again and _then(rows_again, lambda rows: padding.pad(rows, None)[0])
     ends_L = tokens_per_expert_L.clamp(min=0).cumsum(0) if needs_ends else None
-    if probs_on_input:
+    if call.probs_on_input:
         assert p_P is not None
         with computed_again(rows_PH, rows_again):
             rows_PH, row_probs, p_P = ScaledRows.apply(rows_PH, p_P, ends_L), p_P.detach(), None
         rows_again = rows_again and _then(rows_again, lambda rows: ScaledRows.apply(rows, row_probs, ends_L))
-    noise1, noise2 = (
-        (None, None) if noise is None else (_of_length(operand_noise, rows_PH.shape[0]) for operand_noise in noise)
-    )
-    with plans_shared(), delayed():
-        fc2 = partial(linears[1], weight_LMN=fc2_weight_LHF, tokens_per_expert_L=tokens_per_expert_L, noise=noise2)
+    product1, product2 = (_with_noise_for(product, rows_PH.shape[0]) for product in call.products)
+
+    def fc2(a_PF: Tensor, **options: Any) -> Tensor:
+        return linear_of(a_PF, fc2_weight_LHF, tokens_per_expert_L, product2._replace(**options))
+
+    delayed = nullcontext() if wgrads is None else delaying(dict.fromkeys((fc1_weight_LFH, fc2_weight_LHF), wgrads))
+    with plans_shared(), delayed:
         a_PF = None
         if recipe is None:
-            epilogue: dict[str, Any] = {"bias": fc1_bias, "probs": p_P, "settings": settings}
+            epilogue: dict[str, Any] = {"bias": fc1_bias, "probs": p_P, "settings": call.settings}
             a_PF = activated_linear(rows_PH, fc1_weight_LFH, tokens_per_expert_L, **epilogue)
         if a_PF is not None:
             y_PH = fc2(a_PF)
         else:
             with computed_again(rows_PH, rows_again):
-                fc1 = partial(linears[0], bias=fc1_bias, noise=noise1, rows_again=rows_again is not None)
-                h_PF = fc1(rows_PH, fc1_weight_LFH, tokens_per_expert_L)
+                product1 = product1._replace(rows_again=rows_again is not None)
+                h_PF = linear_of(rows_PH, fc1_weight_LFH, tokens_per_expert_L, product1, bias=fc1_bias)
             written = recipe is None or recipe.backward_override is not None or waiting_for(fc2_weight_LHF) is not None
-            activation_arguments = (settings, fp8_input_store, recomputes, None if written else recipe)
-            y_PH = activated_then(fc2, h_PF, p_P, *activation_arguments)
+            options = (call.settings, call.fp8_input_store, call.recomputes, None if written else recipe)
+            y_PH = activated_then(fc2, h_PF, p_P, *options)
     if fc2_bias is not None:
         y_PH = BiasAdded.apply(y_PH, fc2_bias, p_P, ends_L)
     return y_PH if padding is None else padding.trim(y_PH)
@@ -288,9 +313,13 @@ def _then(first: Callable[[], X], second: Callable[[X], Y]) -> Callable[[], Y]:
     return lambda: second(first())
 
 
-def _of_length(noise_XRC: Tensor, rows: int) -> Tensor:
-    """The first `rows` rows of the noise, extended if there are fewer: rows past the last segment
-    may be missing.
+def _with_noise_for(product: Product, rows: int) -> Product:
+    """The product with the first `rows` rows of its noise, extended if there are fewer: rows past
+    the last segment may be missing.
     """
-    missing = max(rows - noise_XRC.shape[1], 0)
-    return torch.nn.functional.pad(noise_XRC, (0, 0, 0, missing))[:, :rows]
+    precision = product.precision
+    if precision is None or precision.noise is None:
+        return product
+    missing = max(rows - precision.noise.shape[1], 0)
+    noise_XRC = torch.nn.functional.pad(precision.noise, (0, 0, 0, missing))[:, :rows]
+    return product._replace(precision=precision._replace(noise=noise_XRC))

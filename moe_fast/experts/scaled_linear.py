@@ -20,9 +20,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_fast.experts import _scaled_linear as kernels
 from moe_fast.experts import hopper
 from moe_fast.experts._factors import TILE_ROWS
-from moe_fast.experts.activated import Activated, kept_rows, rows_of_kept
+from moe_fast.experts.activated import kept_rows, rows_of_kept
 from moe_fast.experts.factors import (
     Precision,
+    Product,
     quantized_rows,
     quantized_weight,
     tensors_of,
@@ -32,27 +33,16 @@ from moe_fast.experts.factors import (
 from moe_fast.experts.segments import Plan, copy_of, expert_slices, have_descriptors, make_plan, programs, segment_sums
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, is_hopper, launch_on, strided, strided_or_empty
+from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, is_hopper, strided, strided_or_empty
 from moe_fast.launch.descriptors import have_lines
 from moe_fast.launch.operators import as_operators, has_memory, launch
 from moe_fast.launch.tuning import Grouped, GroupedTile, ceil_div
 from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized
-from moe_ref.config import Recipe, require
+from moe_ref.config import Recipe
 from moe_ref.config.quantization import BLOCK, WHOLE_BLOCKS
 
 HOPPER_BLOCKS = (((1, 128), (128, 128)), ((128, 1), (128, 1)))  # rows times matrices; the weight's gradient
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
-
-def check_scaled(rows: Tensor, accumulator: str) -> None:
-    """Raise `ValueError` for rows or sums in float64."""
-    require(
-        rows.dtype != torch.float64,
-        "rows",
-        f"of dtype {rows.dtype} with a recipe",
-        "bfloat16, float16 or float32: sums are taken in float32",
-    )
-    require(accumulator == "float32", "accumulator", f"{accumulator!r} with a recipe", "'float32'")
 
 
 # --- the products of quantised tensors
@@ -127,30 +117,29 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
         hopper.scaled_wgrad(codes[0], d_out_form.scale, codes[1], x_form.scale, plan, out)
         return out
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
-    with launch_on(out):
-        launch(kernels.scaled_wgrad_kernel, (programs(pieces, device),))(
-            codes[0],
-            codes[0].stride(0),
-            *_blocks(d_out_form),
-            *_outer(d_out, d_out_form),
-            codes[1],
-            codes[1].stride(0),
-            *_blocks(x_form),
-            *_outer(x, x_form),
-            *strided(accumulate_into, 3),
-            out,
-            *((TensorDescriptor.from_tensor(codes[0], [tile.rows, tile.depth]) if described else None),),
-            *((TensorDescriptor.from_tensor(codes[1], [tile.columns, tile.depth]) if described else None),),
-            plan.segment_3L,
-            *shape,
-            RULE=unit.rule,
-            D_OUT_FORMAT=d_out.format,
-            X_FORMAT=x.format,
-            FACTOR=unit.factor,
-            SCALED_BY_HARDWARE=unit.scales,
-            SHARED_P=1 if x_form.block is None else x_form.block[0],
-            **tile.blocks("M", "N", "P"),
-        )
+    launch(kernels.scaled_wgrad_kernel, (programs(pieces, device),), out)(
+        codes[0],
+        codes[0].stride(0),
+        *_blocks(d_out_form),
+        *_outer(d_out, d_out_form),
+        codes[1],
+        codes[1].stride(0),
+        *_blocks(x_form),
+        *_outer(x, x_form),
+        *strided(accumulate_into, 3),
+        out,
+        *((TensorDescriptor.from_tensor(codes[0], [tile.rows, tile.depth]) if described else None),),
+        *((TensorDescriptor.from_tensor(codes[1], [tile.columns, tile.depth]) if described else None),),
+        plan.segment_3L,
+        *shape,
+        RULE=unit.rule,
+        D_OUT_FORMAT=d_out.format,
+        X_FORMAT=x.format,
+        FACTOR=unit.factor,
+        SCALED_BY_HARDWARE=unit.scales,
+        SHARED_P=1 if x_form.block is None else x_form.block[0],
+        **tile.blocks("M", "N", "P"),
+    )
     return out
 
 
@@ -198,36 +187,35 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
         cut = plan.cut(hopper.rows_of_tile(num_rows, plan.num_experts), x.splits)
         hopper.scaled_matmul(codes, _blocks(form), matrices, weight.blocks, strided(bias_LC, 2), cut, out, filled)
         return out
-    with launch_on(out):
-        launch(kernels.scaled_matmul_kernel, (programs(plan.capacity * ceil_div(num_columns, tile.columns), device),))(
-            codes,
-            codes.stride(0),
-            *_blocks(form),
-            *_outer(x, form),
-            matrices,
-            *matrices.stride()[:2],
-            *weight.blocks,
-            *_weight_outer(weight),
-            *((*strided(bias_LC, 2), None) if described else strided_or_empty(bias_LC, 2)),  # as in `linear`
-            out,
-            *((TensorDescriptor.from_tensor(codes, [tile.rows, tile.depth]) if described else None),),
-            *((TensorDescriptor.from_tensor(matrices, [1, tile.columns, tile.depth]) if described else None),),
-            expert_slices(out, [tile.rows, tile.columns]) if have_descriptors(out) else None,
-            plan.tile_4C,
-            plan.total_2,
-            plan.capacity,
-            num_rows if filled else 0,
-            num_columns,
-            depth,
-            *weight.shared,
-            RULE=unit.rule,
-            X_FORMAT=x.format,
-            WEIGHT_FORMAT=weight.quantized.format,
-            FACTOR=unit.factor,
-            SCALED_BY_HARDWARE=unit.scales,
-            BIAS_AS=tl.float64 if bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
-            **tile.blocks("P", "C", "D"),
-        )
+    launch(kernels.scaled_matmul_kernel, (programs(plan.capacity * ceil_div(num_columns, tile.columns), device),), out)(
+        codes,
+        codes.stride(0),
+        *_blocks(form),
+        *_outer(x, form),
+        matrices,
+        *matrices.stride()[:2],
+        *weight.blocks,
+        *_weight_outer(weight),
+        *((*strided(bias_LC, 2), None) if described else strided_or_empty(bias_LC, 2)),  # as in `linear`
+        out,
+        *((TensorDescriptor.from_tensor(codes, [tile.rows, tile.depth]) if described else None),),
+        *((TensorDescriptor.from_tensor(matrices, [1, tile.columns, tile.depth]) if described else None),),
+        expert_slices(out, [tile.rows, tile.columns]) if have_descriptors(out) else None,
+        plan.tile_4C,
+        plan.total_2,
+        plan.capacity,
+        num_rows if filled else 0,
+        num_columns,
+        depth,
+        *weight.shared,
+        RULE=unit.rule,
+        X_FORMAT=x.format,
+        WEIGHT_FORMAT=weight.quantized.format,
+        FACTOR=unit.factor,
+        SCALED_BY_HARDWARE=unit.scales,
+        BIAS_AS=tl.float64 if bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
+        **tile.blocks("P", "C", "D"),
+    )
     return out
 
 
@@ -242,19 +230,17 @@ def _turned(form: Form, plan: Plan) -> Tensor:
     # turn_kernel writes as much of it as is read
     out = torch.empty((num_columns, plan.capacity * TILE_ROWS), dtype=torch.uint8, device=codes_RC.device)
     block = tuning.for_device(codes_RC.device).grouped.turn_columns
-    if out.numel() and has_memory():
-        with launch_on(out):
-            launch(kernels.turn_kernel, (plan.capacity * ceil_div(num_columns, block),))(
-                codes_RC,
-                out,
-                out.stride(0),
-                plan.tile_4C,
-                plan.total_2,
-                plan.capacity,
-                num_columns,
-                BLOCK_C=block,
-                num_warps=4,
-            )
+    launch(kernels.turn_kernel, (plan.capacity * ceil_div(num_columns, block),), out)(
+        codes_RC,
+        out,
+        out.stride(0),
+        plan.tile_4C,
+        plan.total_2,
+        plan.capacity,
+        num_columns,
+        BLOCK_C=block,
+        num_warps=4,
+    )
     return out
 
 
@@ -337,14 +323,15 @@ class ScaledLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision,
-        rows_again: bool, filled: tuple[bool, bool], activation: Activated | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, product: Product
+    ) -> Tensor:
+        precision, filled, rows_again, activation = product
+        assert precision is not None
         wants_weight = ctx.needs_input_grad[1]
         counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
         columns = wants_weight and not rows_again and _has_columns(precision.recipe, rows.dtype)
         x = quantized_rows(rows if activation is None else activation, "input", counts, precision, True, columns)
-        out, saved = product(ctx, x, weight, bias, counts, precision, filled)
+        out, saved = multiplied(ctx, x, weight, bias, counts, precision, filled)
         ctx.save_for_backward(*kept_rows(ctx, rows, activation, rows_again and wants_weight), *saved)
         return out
 
@@ -359,10 +346,10 @@ class ScaledLinear(torch.autograd.Function):
             d = quantized_rows(d_out, "grad_output", counts, ctx.precision, wants_rows, wants_weight)
         if wants_weight and rows is not None:
             x = quantized_rows(rows, "input", counts, ctx.precision, False, True)
-        return *gradients(ctx, d, x, d_out, tensors), *(None,) * 5
+        return *gradients(ctx, d, x, d_out, tensors), None, None
 
 
-def product(
+def multiplied(
     ctx: Any, x: Quantized, weight: Tensor, bias: Tensor | None, counts: Tensor, precision: Precision,
     filled: tuple[bool, bool],
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:  # fmt: skip

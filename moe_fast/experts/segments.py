@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_fast.experts import _linear as kernels
 from moe_fast.experts._linear import SEGMENT_ROWS
 from moe_fast.launch import backend, descriptors, tuning
-from moe_fast.launch.backend import launch_on, strided
+from moe_fast.launch.backend import strided
 from moe_fast.launch.operators import has_memory, launch
 from moe_fast.launch.tuning import EXPERT_LANES, GroupedTile, ceil_div, power_of_two
 from moe_fast.permutation.row_map import Tiles
@@ -174,21 +174,20 @@ def _make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, mult
     tiles = torch.empty((4, capacity), dtype=torch.int64, device=device)
     bounds = torch.empty((3, num_experts), dtype=torch.int64, device=device)  # plan_kernel writes all of it
     total = torch.empty(2, dtype=torch.int64, device=device)  # its last program writes all of it
-    with launch_on(tokens_per_expert):
-        launch(kernels.plan_kernel, (num_experts,))(
-            *strided(tokens_per_expert),
-            tiles,
-            bounds,
-            total,
-            capacity,
-            num_rows,
-            num_experts,
-            multiple,
-            BLOCK_P=tile.rows,
-            BLOCK_E=power_of_two(num_experts, least=EXPERT_LANES),
-            BLOCK_T=sizes.plan_tiles,
-            num_warps=4,
-        )
+    launch(kernels.plan_kernel, (num_experts,), tokens_per_expert)(
+        *strided(tokens_per_expert),
+        tiles,
+        bounds,
+        total,
+        capacity,
+        num_rows,
+        num_experts,
+        multiple,
+        BLOCK_P=tile.rows,
+        BLOCK_E=power_of_two(num_experts, least=EXPERT_LANES),
+        BLOCK_T=sizes.plan_tiles,
+        num_warps=4,
+    )
     return Plan(tile, tiles, bounds, total, num_rows, multiple)
 
 
@@ -200,17 +199,16 @@ def segment_sums(rows_PC: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
     out = torch.empty((plan.num_experts, num_columns), dtype=dtype, device=rows.device)
     if out.numel() == 0 or not has_memory():
         return out
-    with launch_on(rows):
-        launch(kernels.segment_sums_kernel, (plan.num_experts * ceil_div(num_columns, tile.columns),))(
-            *strided(rows, 2),
-            out,
-            plan.segment_3L,
-            plan.num_experts,
-            num_columns,
-            ACCUMULATOR=tl.float64 if rows.dtype == torch.float64 else tl.float32,
-            RESULT_AS=tl.float64 if dtype == torch.float64 else tl.float32,
-            **tile.blocks("P", "C"),
-        )
+    launch(kernels.segment_sums_kernel, (plan.num_experts * ceil_div(num_columns, tile.columns),), rows)(
+        *strided(rows, 2),
+        out,
+        plan.segment_3L,
+        plan.num_experts,
+        num_columns,
+        ACCUMULATOR=tl.float64 if rows.dtype == torch.float64 else tl.float32,
+        RESULT_AS=tl.float64 if dtype == torch.float64 else tl.float32,
+        **tile.blocks("P", "C"),
+    )
     return out
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_fast.experts.activated import Activated, kept_rows, rows_of_kept
 from moe_fast.experts.factors import Precision, quantized_rows
-from moe_fast.experts.scaled_linear import gradients, product
+from moe_fast.experts.scaled_linear import gradients, multiplied
 from moe_fast.experts.segments import copy_of
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.operators import as_operators
@@ -46,7 +46,7 @@ def quantized_tokens(
         rows = Gathered(tokens_TH, source_P)
         return quantize_gathered(rows, recipe, role, counts_L, rowwise, columnwise, for_products=True)
     rows_PH = move_to_rows(tokens_TH.detach(), None, row_map)[0]
-    return quantized_rows(rows_PH, role, counts_L, Precision(recipe, None, None), rowwise, columnwise)
+    return quantized_rows(rows_PH, role, counts_L, Precision(recipe), rowwise, columnwise)
 
 
 def linear_of_tokens(
@@ -56,9 +56,7 @@ def linear_of_tokens(
     """`grouped_linear` of rows that are still tokens. With `tokens_again` the tokens are saved in
     place of the rows' codes.
     """
-    assert token_rows.codes is not None
-    tokens = token_rows.tokens_TH.detach()
-    arguments = (token_rows.codes, tokens, token_rows.row_map, token_rows.source_P, recipe, tokens_again)
+    arguments = (token_rows, recipe, tokens_again)
     return _LinearOfTokens.apply(token_rows.rows_PH, weight_LMN, bias, tokens_per_expert_L, *arguments)
 
 
@@ -75,16 +73,18 @@ def linear_to_tokens(
 class _LinearOfTokens(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, codes: Quantized,
-        tokens: Tensor, row_map: RowMap, source: Tensor, recipe: Recipe, tokens_again: bool,
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor,
+        token_rows: RowsOfTokens, recipe: Recipe, tokens_again: bool,
     ) -> Tensor:  # fmt: skip
+        assert token_rows.codes is not None
+        tokens, row_map, source = token_rows.tokens_TH.detach(), token_rows.row_map, token_rows.source_P
         wants_weight = ctx.needs_input_grad[1]
         counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
-        x = replace(codes, splits=counts)
+        x = replace(token_rows.codes, splits=counts)
         if wants_weight and not tokens_again:
             tall = quantized_tokens(tokens, row_map, source, "input", counts, recipe, False, True)
             x = replace(x, columnwise=tall.columnwise)
-        out, saved = product(ctx, x, weight, bias, counts, Precision(recipe, None, None), UNFILLED)
+        out, saved = multiplied(ctx, x, weight, bias, counts, Precision(recipe), UNFILLED)
         map_tensors, ctx.numbers = row_map.parts()
         ctx.lists = len(map_tensors) + 2 if wants_weight and tokens_again else 0
         ctx.save_for_backward(*((tokens, source, *map_tensors) if ctx.lists else ()), *saved)
@@ -103,7 +103,7 @@ class _LinearOfTokens(torch.autograd.Function):
             tokens, source, *map_tensors = lists
             row_map = RowMap(*map_tensors, *ctx.numbers)
             x = quantized_tokens(tokens, row_map, source, "input", counts, ctx.precision.recipe, False, True)
-        return *gradients(ctx, d, x, d_out, tensors), *(None,) * 7
+        return *gradients(ctx, d, x, d_out, tensors), *(None,) * 4
 
 
 @as_operators
@@ -115,11 +115,11 @@ class _LinearToTokens(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         wants_weight = ctx.needs_input_grad[1]
-        precision = Precision(recipe, None, None)
+        precision = Precision(recipe)
         counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
         operand = rows if activation is None else activation
         x = quantized_rows(operand, "input", counts, precision, True, wants_weight and not rows_again)
-        out, saved = product(ctx, x, weight, bias, counts, precision, (True, False))
+        out, saved = multiplied(ctx, x, weight, bias, counts, precision, (True, False))
         lists, ctx.numbers = row_map.parts()
         ctx.save_for_backward(*kept_rows(ctx, rows, activation, rows_again and wants_weight), source, *lists, *saved)
         combined = sum_rows(out, None, None, row_map)[0]

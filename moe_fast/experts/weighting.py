@@ -1,4 +1,4 @@
-"""Rows times probabilities, and a bias weighted like its row; with their gradients.
+"""Rows times probabilities or a gate, and a bias weighted like its row; with their gradients.
 
 P rows in segments, one per expert. Segment e ends at `ends_L[e]`, int64 on the device. Rows past
 the last segment are never read; results are 0 there.
@@ -13,7 +13,7 @@ from moe_fast.experts import _weighting as kernels
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import launch_on, strided
+from moe_fast.launch.backend import strided
 from moe_fast.launch.operators import as_operators, launch
 from moe_fast.launch.tuning import EXPERT_LANES, ceil_div, power_of_two
 
@@ -28,20 +28,18 @@ class ScaledRows(torch.autograd.Function):
         tile = tuning.for_device(x.device).activation
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # scale_rows_kernel writes all of it
         column_programs = ceil_div(x.shape[1], tile.columns)
-        if out.numel():
-            with launch_on(x):
-                launch(kernels.scale_rows_kernel, (ceil_div(x.shape[0], tile.tokens) * column_programs,))(
-                    *strided(x),
-                    *strided(probs, 1),
-                    out,
-                    ends_L,
-                    x.shape[0],
-                    len(ends_L),
-                    x.shape[1],
-                    column_programs,
-                    ACCUMULATOR=accumulator(probs),
-                    **tile.blocks("P", "H"),
-                )
+        launch(kernels.scale_rows_kernel, (ceil_div(x.shape[0], tile.tokens) * column_programs,), x)(
+            *strided(x),
+            *strided(probs, 1),
+            out,
+            ends_L,
+            x.shape[0],
+            len(ends_L),
+            x.shape[1],
+            column_programs,
+            ACCUMULATOR=accumulator(probs),
+            **tile.blocks("P", "H"),
+        )
         return out
 
     @staticmethod
@@ -64,22 +62,20 @@ class BiasAdded(torch.autograd.Function):
         tile = tuning.for_device(y.device).activation
         out = torch.empty(y.shape, dtype=y.dtype, device=y.device)  # add_bias_kernel writes all of it
         column_programs = ceil_div(y.shape[1], tile.columns)
-        if out.numel():
-            with launch_on(y):
-                launch(kernels.add_bias_kernel, (ceil_div(y.shape[0], tile.tokens) * column_programs,))(
-                    *strided(y),
-                    *strided(bias),
-                    *strided(probs, 1),
-                    out,
-                    ends_L,
-                    y.shape[0],
-                    len(ends_L),
-                    y.shape[1],
-                    column_programs,
-                    ACCUMULATOR=accumulator(y, bias, probs),
-                    **tile.blocks("P", "H"),
-                    BLOCK_E=power_of_two(len(ends_L), least=EXPERT_LANES),
-                )
+        launch(kernels.add_bias_kernel, (ceil_div(y.shape[0], tile.tokens) * column_programs,), y)(
+            *strided(y),
+            *strided(bias),
+            *strided(probs, 1),
+            out,
+            ends_L,
+            y.shape[0],
+            len(ends_L),
+            y.shape[1],
+            column_programs,
+            ACCUMULATOR=accumulator(y, bias, probs),
+            **tile.blocks("P", "H"),
+            BLOCK_E=power_of_two(len(ends_L), least=EXPERT_LANES),
+        )
         return out
 
     @staticmethod
@@ -89,6 +85,53 @@ class BiasAdded(torch.autograd.Function):
         _, needs_bias, needs_probs, *_ = ctx.needs_input_grad
         d_bias = _bias_gradient(d_out, bias, probs, ends_L) if needs_bias else None
         return d_out, d_bias, _weighted_backward(d_out, bias, probs, ends_L, None, needs_probs, by_expert=True), None
+
+
+@as_operators
+class GatedRows(torch.autograd.Function):
+    """y · σ(z)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, z_T1: Tensor) -> Tensor:
+        ctx.save_for_backward(y, z_T1)
+        tile = tuning.for_device(y.device).activation
+        out = torch.empty(y.shape, dtype=y.dtype, device=y.device)  # gate_kernel writes all of it
+        column_programs = ceil_div(y.shape[1], tile.columns)
+        launch(kernels.gate_kernel, (ceil_div(y.shape[0], tile.tokens) * column_programs,), y)(
+            *strided(y),
+            *strided(z_T1[:, 0]),
+            out,
+            y.shape[0],
+            y.shape[1],
+            column_programs,
+            ACCUMULATOR=accumulator(y),
+            **tile.blocks("T", "H"),
+        )
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        y, z_T1 = ctx.saved_tensors
+        needs_y, needs_z = ctx.needs_input_grad
+        # gate_backward_kernel writes all of it
+        d_y = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needs_y else None
+        # the same kernel writes all of it, also for empty rows
+        d_z = torch.empty(z_T1.shape, dtype=y.dtype, device=y.device) if needs_z else None
+        tile = tuning.for_device(y.device).activation_backward
+        if y.shape[0] and (needs_y or needs_z):
+            launch(kernels.gate_backward_kernel, (ceil_div(y.shape[0], tile.tokens),), y)(
+                *strided(d_out),
+                *strided(y),
+                *strided(z_T1[:, 0]),
+                d_y,
+                d_z,
+                y.shape[0],
+                y.shape[1],
+                ACCUMULATOR=accumulator(y),
+                **tile.blocks("T", "H"),
+            )
+        return d_y, d_z
 
 
 def _weighted_backward(
@@ -104,22 +147,21 @@ def _weighted_backward(
     )  # the same kernel writes all of it
     tile = tuning.for_device(d_out.device).activation_backward
     if probs is not None and d_out.shape[0] and (d_x is not None or d_probs is not None):
-        with launch_on(d_out):
-            launch(kernels.weighted_rows_backward_kernel, (ceil_div(d_out.shape[0], tile.tokens),))(
-                *strided(d_out),
-                *strided(factor),
-                *strided(probs, 1),
-                d_x,
-                d_probs,
-                ends_L,
-                d_out.shape[0],
-                len(ends_L),
-                d_out.shape[1],
-                ACCUMULATOR=accumulator(probs),
-                BY_EXPERT=by_expert,
-                **tile.blocks("P", "H"),
-                BLOCK_E=power_of_two(len(ends_L), least=EXPERT_LANES),
-            )
+        launch(kernels.weighted_rows_backward_kernel, (ceil_div(d_out.shape[0], tile.tokens),), d_out)(
+            *strided(d_out),
+            *strided(factor),
+            *strided(probs, 1),
+            d_x,
+            d_probs,
+            ends_L,
+            d_out.shape[0],
+            len(ends_L),
+            d_out.shape[1],
+            ACCUMULATOR=accumulator(probs),
+            BY_EXPERT=by_expert,
+            **tile.blocks("P", "H"),
+            BLOCK_E=power_of_two(len(ends_L), least=EXPERT_LANES),
+        )
     return d_probs
 
 
@@ -127,17 +169,15 @@ def _bias_gradient(d_out: Tensor, bias: Tensor, probs: Tensor | None, ends_L: Te
     """Σ over e's rows of d_out · p, in the dtype of the bias."""
     tile = tuning.for_device(d_out.device).grouped.sums
     out = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)  # bias_gradient_kernel writes all of it
-    if out.numel():
-        with launch_on(d_out):
-            launch(kernels.bias_gradient_kernel, (len(ends_L) * ceil_div(bias.shape[1], tile.columns),))(
-                *strided(d_out),
-                *strided(probs, 1),
-                out,
-                ends_L,
-                d_out.shape[0],
-                len(ends_L),
-                bias.shape[1],
-                ACCUMULATOR=accumulator(d_out, bias, probs),
-                **tile.blocks("P", "H"),
-            )
+    launch(kernels.bias_gradient_kernel, (len(ends_L) * ceil_div(bias.shape[1], tile.columns),), d_out)(
+        *strided(d_out),
+        *strided(probs, 1),
+        out,
+        ends_L,
+        d_out.shape[0],
+        len(ends_L),
+        bias.shape[1],
+        ACCUMULATOR=accumulator(d_out, bias, probs),
+        **tile.blocks("P", "H"),
+    )
     return out

@@ -22,7 +22,7 @@ from moe_fast.fused.activation_source import Forms, Source, source_of
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import launch_on, present, strided, strided_or_empty
+from moe_fast.launch.backend import present, strided, strided_or_empty
 from moe_fast.launch.operators import has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import at_least, ceil_div
 from moe_fast.quantization.quantize import empty_form, form_arguments, quantize
@@ -173,24 +173,22 @@ def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor |
     by_rows = empty_form(x, rule, (1, size), grid) if forms.rowwise else None
     by_columns = empty_form(x, rule, (size, 1), grid) if forms.columnwise else None
     d_probs_shares = source.d_probs_shares(grid)
-    if has_memory() and grid.programs:
-        with launch_on(x):
-            launch(kernels.quantize_activated_blocks_kernel, (grid.programs,))(
-                *source.arguments,
-                *form_arguments(by_rows),
-                *form_arguments(by_columns),
-                d_probs_shares,
-                *x.shape,
-                *grid.sizes,
-                *scale_limits(recipe, x.dtype),
-                **source.constants(grid),
-                RULE=rule,
-                **encoding(recipe, forms.format, x.device),
-                ALIGNED=aligned,
-                BLOCK=size,
-                **grid.settings,
-                **NO_FP_FUSION,
-            )
+    launch(kernels.quantize_activated_blocks_kernel, (grid.programs,), x)(
+        *source.arguments,
+        *form_arguments(by_rows),
+        *form_arguments(by_columns),
+        d_probs_shares,
+        *x.shape,
+        *grid.sizes,
+        *scale_limits(recipe, x.dtype),
+        **source.constants(grid),
+        RULE=rule,
+        **encoding(recipe, forms.format, x.device),
+        ALIGNED=aligned,
+        BLOCK=size,
+        **grid.settings,
+        **NO_FP_FUSION,
+    )
     return by_rows, by_columns, d_probs_shares
 
 
@@ -207,33 +205,32 @@ def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | 
     if forms.state is not None:
         history = forms.state.amax_history.clone()
         state = QuantizerState(history, forms.state.scale)
-    with launch_on(x):
-        if has_memory() and state is None and grid.programs:
-            launch(kernels.activated_group_amax_kernel, (grid.programs,))(
-                *source.arguments,
-                amax,
-                *x.shape,
-                *grid.sizes,
-                **source.constants(grid),
-                **grid.settings,
-                **NO_FP_FUSION,
-            )
-        launch(kernels.cast_activated_groups_kernel, (at_least(grid.programs, 1),))(
+    if has_memory() and state is None and grid.programs:
+        launch(kernels.activated_group_amax_kernel, (grid.programs,), x)(
             *source.arguments,
-            *strided(None if state is None else state.scale, 1),
             amax,
-            *strided(None if history is None else history.view(torch.int32))[:2],
-            codes,
-            inverse,
-            d_probs_shares,
             *x.shape,
             *grid.sizes,
-            number_bits(recipe.amax_epsilon or 0.0),
             **source.constants(grid),
-            **encoding(recipe, forms.format, x.device),
             **grid.settings,
             **NO_FP_FUSION,
         )
+    launch(kernels.cast_activated_groups_kernel, (at_least(grid.programs, 1),), x)(
+        *source.arguments,
+        *strided(None if state is None else state.scale, 1),
+        amax,
+        *strided(None if history is None else history.view(torch.int32))[:2],
+        codes,
+        inverse,
+        d_probs_shares,
+        *x.shape,
+        *grid.sizes,
+        number_bits(recipe.amax_epsilon or 0.0),
+        **source.constants(grid),
+        **encoding(recipe, forms.format, x.device),
+        **grid.settings,
+        **NO_FP_FUSION,
+    )
     return Form(codes, inverse, amax.view(torch.float32), None), state, d_probs_shares
 
 
@@ -278,13 +275,11 @@ def _launch(
     column_programs = 1 if d_out else tiles
     programs = ceil_div(h.shape[0], constants["BLOCK_P"]) * column_programs
     sizes = (h.shape[0], settings.width(h), settings.between(h), column_programs, *((tiles,) if d_out else ()))
-    if has_memory() and programs:
-        with launch_on(h):
-            launch(kernel, (programs,))(
-                *(*d_out, *strided(h), *strided_or_empty(source.probs, 1), *results),
-                *(*(present(None, torch.int64) if d_out else (None,)), *sizes, *settings.numbers()),
-                **constants,
-            )
+    launch(kernel, (programs,), h)(
+        *(*d_out, *strided(h), *strided_or_empty(source.probs, 1), *results),
+        *(*(present(None, torch.int64) if d_out else (None,)), *sizes, *settings.numbers()),
+        **constants,
+    )
 
 
 def _owned_rows(x: Tensor | None, splits: Tensor | None) -> Tensor | None:

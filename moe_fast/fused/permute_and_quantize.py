@@ -12,8 +12,8 @@ from moe_fast.fused import _permute_and_quantize as kernels
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import bits, check_device, launch_on, strided
-from moe_fast.launch.operators import has_memory, launch, operator, traceable
+from moe_fast.launch.backend import bits, check_device, strided
+from moe_fast.launch.operators import launch, operator, traceable
 from moe_fast.launch.tuning import EXPERT_LANES, ceil_div, power_of_two
 from moe_fast.permutation.permute import permute, sum_rows
 from moe_fast.permutation.places import place_rows
@@ -201,23 +201,21 @@ class Work:
         self._scatter("amax", replace(form, scale=scale, amax=amax), with_source=True)
         tile = self.sizes.permute_quantize.scales
         programs = ceil_div(self.shape[0], tile.tokens) * ceil_div(blocks, tile.columns)
-        if has_memory() and programs:
-            with launch_on(self.tokens):
-                launch(kernels.row_scales_kernel, (programs,))(
-                    self.source,
-                    scale,
-                    amax,
-                    form.scale,
-                    form.amax,
-                    *form.scale.stride(),
-                    self.shape[0],
-                    blocks,
-                    *scale_limits(self.recipe, self.tokens.dtype),
-                    FORMAT=self.format,
-                    POWER_OF_TWO=bool(self.recipe.power_of_two_scales),
-                    **tile.blocks("M", "B"),
-                    **NO_FP_FUSION,
-                )
+        launch(kernels.row_scales_kernel, (programs,), self.tokens)(
+            self.source,
+            scale,
+            amax,
+            form.scale,
+            form.amax,
+            *form.scale.stride(),
+            self.shape[0],
+            blocks,
+            *scale_limits(self.recipe, self.tokens.dtype),
+            FORMAT=self.format,
+            POWER_OF_TWO=bool(self.recipe.power_of_two_scales),
+            **tile.blocks("M", "B"),
+            **NO_FP_FUSION,
+        )
         return form
 
     def _two_levels(self) -> Form:
@@ -250,15 +248,13 @@ class Work:
         amax = torch.zeros(self.row_map.num_experts, dtype=torch.int32, device=self.tokens.device)
         tile = self.sizes.permute_quantize.amax
         programs = ceil_div(self.tokens.shape[0], tile.tokens)
-        if has_memory() and programs:
-            with launch_on(self.tokens):
-                launch(kernels.expert_amax_kernel, (programs,))(
-                    *strided(self.tokens),
-                    amax,
-                    *self.lists.arguments(),
-                    *self.row_map.sizes(self.shape[1]),
-                    **tile.blocks("T", "H"),
-                )
+        launch(kernels.expert_amax_kernel, (programs,), self.tokens)(
+            *strided(self.tokens),
+            amax,
+            *self.lists.arguments(),
+            *self.row_map.sizes(self.shape[1]),
+            **tile.blocks("T", "H"),
+        )
         return amax
 
     def _groups(self, state: QuantizerState | None) -> tuple[Form, QuantizerState | None]:
@@ -304,37 +300,36 @@ class Work:
         blocks: tuple[Any, ...] = (None, None, 0, 0)
         if rule != "group":
             blocks = (form.scale, form.amax if group_amax is None else None, *form.scale.stride())
-        with launch_on(self.tokens):
-            launch(kernels.scatter_kernel, (max(programs * columns, 1),))(
-                *strided(self.tokens),
-                *strided(None if self.probs is None else bits(self.probs)),
-                *strided(scales, 1),
-                group_amax,
-                *strided(None if history is None else history.view(torch.int32))[:2],
-                inverse,
-                form.codes_MN,
-                *blocks,
-                None if self.row_probs is None else bits(self.row_probs),
-                row_map.slots_TE,
-                self.source,
-                *self.lists.arguments(),
-                row_map.gap_2E,
-                fills,
-                *lanes,
-                *row_map.sizes(self.shape[1]),
-                *scale_limits(self.recipe, self.tokens.dtype),
-                RULE=rule,
-                **encoding(self.recipe, self.format, self.tokens.device),
-                BLOCK=block_columns if rule == "group" else self.size,
-                BLOCK_T=tile.tokens,
-                BLOCK_H=block_columns,
-                BLOCK_E=power_of_two(row_map.num_experts, least=EXPERT_LANES),
-                BLOCK_G=fill.lanes,
-                BLOCK_R=fill.rows,
-                BLOCK_L=self.sizes.list_tokens,
-                num_warps=warps_for(tile, tile.tokens * block_columns, self.ragged),
-                **NO_FP_FUSION,
-            )
+        launch(kernels.scatter_kernel, (max(programs * columns, 1),), self.tokens)(
+            *strided(self.tokens),
+            *strided(None if self.probs is None else bits(self.probs)),
+            *strided(scales, 1),
+            group_amax,
+            *strided(None if history is None else history.view(torch.int32))[:2],
+            inverse,
+            form.codes_MN,
+            *blocks,
+            None if self.row_probs is None else bits(self.row_probs),
+            row_map.slots_TE,
+            self.source,
+            *self.lists.arguments(),
+            row_map.gap_2E,
+            fills,
+            *lanes,
+            *row_map.sizes(self.shape[1]),
+            *scale_limits(self.recipe, self.tokens.dtype),
+            RULE=rule,
+            **encoding(self.recipe, self.format, self.tokens.device),
+            BLOCK=block_columns if rule == "group" else self.size,
+            BLOCK_T=tile.tokens,
+            BLOCK_H=block_columns,
+            BLOCK_E=power_of_two(row_map.num_experts, least=EXPERT_LANES),
+            BLOCK_G=fill.lanes,
+            BLOCK_R=fill.rows,
+            BLOCK_L=self.sizes.list_tokens,
+            num_warps=warps_for(tile, tile.tokens * block_columns, self.ragged),
+            **NO_FP_FUSION,
+        )
 
     def places(self) -> None:
         """Fill `source`, the lists of rows and the probs by row, without writing a row."""
@@ -365,25 +360,23 @@ class Work:
         if self.source is None:
             self.places()
         programs = grid.tiles * ceil_div(grid.column_programs, tuned.slab) * tuned.slab
-        if has_memory() and programs:
-            with launch_on(self.tokens):
-                launch(kernels.gather_kernel, (programs,))(
-                    *strided(self.tokens),
-                    self.source,
-                    self.splits,
-                    *form_arguments(form),
-                    *self.shape,
-                    grid.groups,
-                    grid.tiles,
-                    grid.steps,
-                    *scale_limits(self.recipe, self.tokens.dtype),
-                    RULE=self.rule,
-                    **encoding(self.recipe, self.format, self.tokens.device),
-                    ALIGNED=aligned,
-                    BLOCK_R=block[0],
-                    BLOCK_C=block[1],
-                    SLAB=tuned.slab,
-                    **grid.settings,
-                    **NO_FP_FUSION,
-                )
+        launch(kernels.gather_kernel, (programs,), self.tokens)(
+            *strided(self.tokens),
+            self.source,
+            self.splits,
+            *form_arguments(form),
+            *self.shape,
+            grid.groups,
+            grid.tiles,
+            grid.steps,
+            *scale_limits(self.recipe, self.tokens.dtype),
+            RULE=self.rule,
+            **encoding(self.recipe, self.format, self.tokens.device),
+            ALIGNED=aligned,
+            BLOCK_R=block[0],
+            BLOCK_C=block[1],
+            SLAB=tuned.slab,
+            **grid.settings,
+            **NO_FP_FUSION,
+        )
         return form

@@ -2,6 +2,7 @@
 in high precision that one function writes for the next. With FP8 by blocks, or without gradients.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from moe_fast.experts.activated_linear import activated_linear
 from moe_fast.experts.activations import Settings, activated
-from moe_fast.experts.factors import Precision, quantized_weight
-from moe_fast.experts.linear import grouped_linear
+from moe_fast.experts.factors import Precision, Product, quantized_weight
+from moe_fast.experts.linear import linear_of
 from moe_fast.experts.mlp import activated_then, check_mlp, checked_settings
 from moe_fast.experts.scaled_linear import scaled_fprop, scaled_plan
 from moe_fast.experts.segments import plans_shared
@@ -23,7 +24,7 @@ from moe_fast.permutation.places import place_rows
 from moe_fast.permutation.row_map import Tiles, place
 from moe_fast.quantization.gathered import Gathered
 from moe_fast.quantization.quantized import Quantized
-from moe_ref.config import Permuted, Recipe
+from moe_ref.config import LayerConfig, LayerParameters, Permuted, Recipe, check_recompute
 
 
 def rows_of_tokens(
@@ -52,51 +53,52 @@ def rows_of_tokens(
     return RowsOfTokens(rows, codes, tokens_TH, row_map, source), permuted, tiles
 
 
+def activation_of(config: LayerConfig) -> Settings:
+    """The settings of the routed experts' activation."""
+    options: dict[str, Any] = {"clamp": config.clamp, "interleave": config.interleave}
+    return checked_settings(config.kind, offset=config.offset, fp8_input_store=config.fp8_input_store, **options)
+
+
 def mlp_of_tokens(
-    token_rows: RowsOfTokens, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, *,
-    probs: Tensor | None, recipe: Recipe | None, fc1_bias: Tensor | None = None, interleave: int | None = None,
-    recompute: str | None = None, tokens_again: bool = False, fp8_input_store: bool = False, kind: str = "swiglu",
-    **shape: Any,
+    token_rows: RowsOfTokens, tokens_per_expert_L: Tensor, p: LayerParameters, config: LayerConfig,
+    *, probs: Tensor | None, recompute: str | Sequence[str] | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y, `unpermute` of y), with y = `grouped_mlp` of the rows. With `tokens_again` the tokens are
-    saved in place of the codes of the rows. Without a recipe neither the rows nor the probs may
-    need a gradient.
+    """(y, `unpermute` of y), with y = `grouped_mlp` of the rows. If `recompute` names "permute",
+    the tokens are saved in place of the codes of the rows. Without a recipe neither the rows nor
+    the probs may need a gradient.
     """
-    settings = checked_settings(kind, **shape, interleave=interleave, fp8_input_store=fp8_input_store)
+    recipe, settings, (tokens_again, of_experts) = config.recipe, activation_of(config), check_recompute(recompute)
     check_mlp(
-        token_rows.rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, None, interleave,
-        kind, False, None, recompute, recipe=recipe, state=None, noise=None, wgrads=None, rows_again=None, amaxes=None,
+        token_rows.rows_PH, tokens_per_expert_L, p.fc1_weight, p.fc2_weight, probs, p.fc1_bias, None, config.interleave,
+        config.kind, False, None, of_experts, recipe=recipe, state=None, noise=None, wgrads=None, rows_again=None,
+        amaxes=None,
     )  # fmt: skip
     if recipe is None:
-        return _without_gradients(
-            token_rows, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, settings
-        )
+        return _without_gradients(token_rows, tokens_per_expert_L, p, probs, settings)
     with plans_shared():
-        fc1 = partial(linear_of_tokens, bias=fc1_bias, recipe=recipe, tokens_again=tokens_again)
-        h_PF = fc1(token_rows, fc1_weight_LFH, tokens_per_expert_L)
-        wanted = any(x is not None and x.requires_grad for x in (h_PF, probs, fc2_weight_LHF))
+        fc1 = partial(linear_of_tokens, bias=p.fc1_bias, recipe=recipe, tokens_again=tokens_again)
+        h_PF = fc1(token_rows, p.fc1_weight, tokens_per_expert_L)
+        wanted = any(x is not None and x.requires_grad for x in (h_PF, probs, p.fc2_weight))
         if not (wanted and torch.is_grad_enabled()):
-            return _fc2_of_codes(h_PF, probs, settings, token_rows, fc2_weight_LHF, tokens_per_expert_L, recipe)
-        fc2 = partial(linear_to_tokens, weight_LMN=fc2_weight_LHF, tokens_per_expert_L=tokens_per_expert_L)
+            return _fc2_of_codes(h_PF, probs, settings, token_rows, p.fc2_weight, tokens_per_expert_L, recipe)
+        fc2 = partial(linear_to_tokens, weight_LMN=p.fc2_weight, tokens_per_expert_L=tokens_per_expert_L)
         fc2 = partial(fc2, recipe=recipe, row_map=token_rows.row_map, source_P=token_rows.source_P)
-        return activated_then(fc2, h_PF, probs, settings, fp8_input_store, recompute == "moe_act", recipe)
+        return activated_then(fc2, h_PF, probs, settings, config.fp8_input_store, of_experts == "moe_act", recipe)
 
 
 def _without_gradients(
-    token_rows: RowsOfTokens, counts_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, probs: Tensor | None,
-    fc1_bias: Tensor | None, settings: Settings,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    token_rows: RowsOfTokens, counts_L: Tensor, p: LayerParameters, probs: Tensor | None, settings: Settings
+) -> tuple[Tensor, Tensor]:
     """The same in high precision. If no kernel gathers the rows, they are written first."""
     tokens = token_rows.tokens_TH.detach().resolve_neg()
-    epilogue: dict[str, Any] = {"bias": fc1_bias, "probs": probs, "settings": settings}
+    epilogue: dict[str, Any] = {"bias": p.fc1_bias, "probs": probs, "settings": settings}
     with plans_shared():
-        a_PF = activated_linear(Gathered(tokens, token_rows.source_P), fc1_weight_LFH, counts_L, **epilogue)
+        a_PF = activated_linear(Gathered(tokens, token_rows.source_P), p.fc1_weight, counts_L, **epilogue)
         if a_PF is None:
-            h_PF = grouped_linear(
-                move_to_rows(tokens, None, token_rows.row_map)[0], fc1_weight_LFH, counts_L, bias=fc1_bias
-            )
-            a_PF = activated(h_PF, probs=probs, settings=settings)
-        rows = grouped_linear(a_PF, fc2_weight_LHF, counts_L)
+            rows = move_to_rows(tokens, None, token_rows.row_map)[0]
+            h_PF = linear_of(rows, p.fc1_weight, counts_L, Product(), bias=p.fc1_bias)
+            a_PF = activated(h_PF, settings, probs=probs)
+        rows = linear_of(a_PF, p.fc2_weight, counts_L, Product())
     return rows, unpermute(rows, token_rows.row_map, restore_shape=(tokens.shape[0], tokens.shape[1]))
 
 
@@ -111,7 +113,7 @@ def _fc2_of_codes(
         codes = glu_and_quantize(h_PF, recipe, **options, **glu_settings).quantized
     else:
         codes = activation_and_quantize(h_PF, recipe, **options).quantized
-    matrices = quantized_weight(fc2_weight_LHF, Precision(recipe, None, None), True, False)
+    matrices = quantized_weight(fc2_weight_LHF, Precision(recipe), True, False)
     rows = scaled_fprop(codes, matrices, scaled_plan(counts_L, len(h_PF), recipe))
     combined = sum_rows(rows, None, None, token_rows.row_map)[0]
     assert combined is not None

@@ -49,16 +49,20 @@ def check_device(argument: str, tensor: Tensor) -> None:
     )
 
 
-def launch_on(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Make the tensor's device current: Triton launches there, and encodes descriptors for it."""
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Whether the tensor is on a GPU that is not the current one."""
     if not tensor.is_cuda:
-        return _HERE
+        return False
     if not getattr(_thread, "has_context", False):
         # gives a new thread of autograd its context; it is allowed while a graph is captured
         torch.cuda.is_current_stream_capturing()
         _thread.has_context = True
-    device = tensor.get_device()
-    return _HERE if device == torch.cuda.current_device() else torch.cuda.device(device)
+    return tensor.get_device() != torch.cuda.current_device()
+
+
+def launch_on(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Make the tensor's device current: Triton launches there, and encodes descriptors for it."""
+    return torch.cuda.device(tensor.get_device()) if is_elsewhere(tensor) else _HERE
 
 
 @cache

@@ -6,14 +6,9 @@ call, and skips the checks in later calls like it.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, ParamSpec
-
-from torch import Tensor
-
-from moe_fast.launch.operators import has_memory
 
 P = ParamSpec("P")
 Key = tuple[Any, ...]
@@ -35,29 +30,20 @@ def unless_known(check: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-def key_of(settings: Any, *tensors: Tensor | None, **options: Any) -> Key | None:
-    """A key of everything that the checks of a call may read. `settings` are recognised by their
-    identity, and must not change; options by their values. None for tensors without memory, whose
-    sizes may be symbols.
-    """
-    if not has_memory():
-        return None
-    read = [None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors]
-    return id(settings), *read, *options.values()
-
-
-@contextmanager
-def checked_once(key: Key | None, settings: Any) -> Iterator[None]:
+class CheckedOnce:
     """A context within which no check runs, if an earlier call with this key has ended without an
-    error.
+    error. The key is made of everything that the checks may read; without one they always run.
     """
-    is_known = key in _passed
-    token = _known.set(is_known)
-    try:
-        yield
-    finally:
-        _known.reset(token)
-    if key is not None and not is_known:
-        if len(_passed) >= MOST:
-            _passed.clear()
-        _passed[key] = settings  # kept alive, so that no other object gets its identity
+
+    def __init__(self, key: Key | None, settings: Any) -> None:
+        self.key, self.settings, self.is_known = key, settings, key in _passed
+
+    def __enter__(self) -> None:
+        self.token = _known.set(self.is_known)
+
+    def __exit__(self, error: Any, *_: Any) -> None:
+        _known.reset(self.token)
+        if error is None and self.key is not None and not self.is_known:
+            if len(_passed) >= MOST:
+                _passed.clear()
+            _passed[self.key] = self.settings  # kept alive, so that no other object gets its identity

@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from moe_fast.launch.backend import is_elsewhere, launch_on
 from moe_fast.launch.registry import PUBLIC, RECORDS
 from moe_fast.launch.torch_parts import derivatives_are_recorded, mode_of_tensors_without_memory
 
@@ -80,15 +81,18 @@ def in_graph() -> bool:
     return _graph.get() or not has_memory()
 
 
-def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """kernel[grid]; nothing where tensors have no memory.
+def launch(kernel: Any, grid: tuple[int, ...], like: Tensor) -> Callable[..., Any]:
+    """kernel[grid] on the device of a tensor; nothing where tensors have no memory, or where the
+    grid is empty.
 
     Raises:
         RuntimeError: outside an operator while tracing: the compiled graph would lack this launch.
     """
     if has_memory():
+        if 0 in grid:
+            return _nothing
         launcher: Callable[..., Any] = kernel[grid]
-        return launcher
+        return functools.partial(_elsewhere, launcher, like) if is_elsewhere(like) else launcher
     if tracing():
         raise RuntimeError(f"{kernel.__name__} is traced outside an operator")
     return _nothing
@@ -96,6 +100,12 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
+
+
+def _elsewhere(launcher: Callable[..., Any], like: Tensor, *args: Any, **constants: Any) -> Any:
+    """The launch on a device that is not the current one."""
+    with launch_on(like):
+        return launcher(*args, **constants)
 
 
 def operator(function: Callable[P, R]) -> Callable[P, R]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_fast.launch import operators
+from moe_fast.launch.backend import launch_on
 
 ALIGNMENT = 16  # bytes; Triton specialises a kernel for addresses and integers that it divides
 INT32 = range(-(1 << 31), 1 << 31)
@@ -26,25 +27,28 @@ def launch(kernel: Any, grid: tuple[int]) -> Callable[..., None]:
     alignments, the same classes of integers and equal constants use the kernel that the first one
     compiled.
     """
-    return _Launch(operators.launch(kernel, grid), kernel, grid[0])
+    return _Launch(kernel, grid[0])
 
 
 class _Launch:
     """One launch."""
 
-    def __init__(self, first: Callable[..., Any], kernel: Any, programs: int) -> None:
-        self.first, self.kernel, self.programs = first, kernel, programs
+    def __init__(self, kernel: Any, programs: int) -> None:
+        self.kernel, self.programs = kernel, programs
 
     def __call__(self, *args: Any, **constants: Any) -> None:
-        if not operators.has_memory():
+        kernel, programs, like = self.kernel, self.programs, args[0].base
+        if not (operators.has_memory() and programs):
+            operators.launch(kernel, (programs,), like)  # nothing, or an error
             return
-        key = (self.kernel, args[0].base.device, *map(_kind, args), *constants.values())
+        key = (kernel, like.device, *map(_kind, args), *constants.values())
         if key in _compiled:
             compiled, constant_values = _compiled[key]
-            compiled[self.programs, 1, 1](*args, *constant_values)
+            with launch_on(like):
+                compiled[programs, 1, 1](*args, *constant_values)
             return
-        compiled = self.first(*args, **constants)
-        _compiled[key] = compiled, tuple(constants[name] for name in self.kernel.arg_names[len(args) :])
+        compiled = operators.launch(kernel, (programs,), like)(*args, **constants)
+        _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
 
 
 def _kind(x: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from moe_fast.layer.layer import in_room
 from moe_fast.layer.module import MoELayer
-from moe_fast.layer.room import in_room
 
 X = TypeVar("X")
 

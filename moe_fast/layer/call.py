@@ -1,20 +1,19 @@
 """The arguments of one call of the layer, as one record that all its stages read."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_fast.experts.delayed import Waiting
-from moe_fast.launch.legal import Key, key_of, unless_known
+from moe_fast.launch.legal import Key, unless_known
+from moe_fast.launch.operators import has_memory
 from moe_ref.config import LayerConfig, LayerParameters, LinearAmax, LinearState, RouterState, check_layer
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The arguments of `moe_layer` without the tokens; `moe_layer` describes them."""
 
     parameters: LayerParameters
@@ -34,14 +33,20 @@ class Call:
     shared_memory: bool = False
 
     def key(self, x_TH: Tensor) -> Key | None:
-        """What the checks of the call read, as a key; None if they read anything else."""
+        """Everything that the checks of the call may read, as a key; None if that is more, or if
+        the tensors have no memory, so that their sizes may be symbols.
+
+        The configuration is recognised by its identity, and must not change.
+        """
         unchecked = (self.wgrads, self.linear_states, self.amaxes)
         if self.group is not None or self.state.replay_queue or any(argument is not None for argument in unchecked):
             return None
+        if not has_memory():
+            return None
         recompute = self.recompute if isinstance(self.recompute, str | None) else tuple(self.recompute)
-        settings = {"training": self.training, "batch_size": self.batch_size, "recompute": recompute}
         tensors = (x_TH, *self.parameters, *self.state[:-1], self.padding_mask, self.noise)
-        return key_of(self.config, *tensors, **settings, grad=torch.is_grad_enabled())
+        read = [None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors]
+        return id(self.config), *read, self.training, self.batch_size, recompute, torch.is_grad_enabled()
 
     @unless_known
     def check(self, x_TH: Tensor) -> None:

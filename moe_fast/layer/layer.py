@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,16 @@ from moe_fast.dispatch.exchange import counts_of_all
 from moe_fast.dispatch.hybridep import hybridep_combine, hybridep_dispatch
 from moe_fast.dispatch.indices import flatten_experts
 from moe_fast.dispatch.overlap import beside, in_backward
+from moe_fast.dispatch.symmetric import Early
 from moe_fast.experts.delayed import Waiting
-from moe_fast.experts.mlp import first_tile, grouped_mlp, latent_projection
+from moe_fast.experts.linear import latent_projection
+from moe_fast.experts.mlp import first_tile, grouped_mlp, shared_experts
 from moe_fast.experts.segments import plan_ready
-from moe_fast.experts.shared import shared_experts
 from moe_fast.experts.token_linear import RowsOfTokens
 from moe_fast.fused.token_mlp import mlp_of_tokens, rows_of_tokens
-from moe_fast.launch.legal import checked_once
+from moe_fast.launch.legal import CheckedOnce
 from moe_fast.launch.operators import traceable
 from moe_fast.layer.call import Call
-from moe_fast.layer.room import in_room
 from moe_fast.layer.token_rows import most_rows, stay_tokens
 from moe_fast.permutation.permute import move_to_rows, permute, permute_in_tiles, unpermute
 from moe_fast.permutation.routing_map import indices_to_multihot, multihot_to_indices
@@ -53,8 +53,8 @@ from moe_ref.config import (
 )
 from moe_ref.config.layer import ROWS_AGAIN
 
+X = TypeVar("X")
 Combine = Callable[[Tensor], Tensor]
-Early = tuple[Tensor, dict[str, Any]] | None  # tokens on their way, and the setting for their dispatch
 EARLY_TOPK = 4  # with so many experts a token goes to the other of two ranks with a probability of 1 - 2⁻⁴ or more
 TRUSTED = IndexPolicy(values="trusted")  # for the router's own choice
 
@@ -108,27 +108,51 @@ def moe_layer(
     )  # fmt: skip
     if not rerun or config.num_rows is None:
         return _layer(x_TH, call)
-    unlimited, overflow = replace(call, config=replace(config, num_rows=None)), attrgetter("dispatched.overflow")
+    unlimited, overflow = call._replace(config=replace(config, num_rows=None)), attrgetter("dispatched.overflow")
     return in_room(lambda has_budget: _layer(x_TH, call if has_budget else unlimited), overflow, group, x_TH.device)
 
 
 def _layer(x_TH: Tensor, call: Call) -> LayerOutput:
     """`moe_layer` without `rerun`."""
-    with checked_once(call.key(x_TH), call.config):
+    with CheckedOnce(call.key(x_TH), call.config):
         call.check(x_TH)
-        early_copy = _started(x_TH, call)
+        early = _early_copy(x_TH, call)
         logits, routed = routed_by(x_TH, call)
-        return LayerOutput(logits, routed, *after_router(x_TH, routed, call, early_copy))
+        return LayerOutput(logits, routed, *after_router(x_TH, routed, call, early))
+
+
+def in_room(run: Callable[[bool], X], dropped: Callable[[X], Tensor], group: Any, device: torch.device) -> X:
+    """run(True), which has a budget of rows; and run(False), which has none, if any rank has
+    dropped rows.
+
+    All ranks call it together and decide alike. Before the second run torch's generators of the CPU
+    and of the device are set back, so that it draws the same numbers. The host waits once.
+
+    Args:
+        group: None: this process alone.
+        dropped: of the first result, [] bool or integer: whether this rank has dropped rows.
+    """
+    random_states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    result = run(True)
+    overflow = dropped(result).to(torch.int32)
+    if group is not None:
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=group)
+    if not bool(overflow):
+        return result
+    torch.set_rng_state(random_states[0])
+    if random_states[1] is not None:
+        torch.cuda.set_rng_state(random_states[1], device)
+    return run(False)
 
 
 def after_router(
-    x_TH: Tensor, routed: RouteOutput, call: Call, early_copy: Early = None
+    x_TH: Tensor, routed: RouteOutput, call: Call, early: Early | None = None
 ) -> tuple[Any, Tensor, Tensor, Tensor | None, Tensor]:
     """(dispatched, the experts' rows, their sums by token, shared experts' output, output) of
     tokens that are routed, and that may be on their way to the other rank already.
     """
-    tokens, started = early_copy or (_narrowed(x_TH, call.parameters), {})
-    dispatch = partial(_dispatched, tokens, routed, call, started)
+    tokens = _narrowed(x_TH, call.parameters) if early is None else early.tokens
+    dispatch = partial(_dispatched, tokens, routed, call, early)
     if call.overlap_shared:
         shared, expert_rows = beside(partial(_shared, x_TH, call), dispatch, x_TH.device)
     else:
@@ -145,20 +169,20 @@ def after_router(
 
 def _through_experts(expert_rows: ExpertRows, call: Call) -> tuple[Tensor, Tensor]:
     """(the experts' rows, their sums by token)."""
-    p, dispatched = call.parameters, expert_rows.dispatched
-    weights = (p.fc1_weight, p.fc2_weight)
-    settings = call.config.experts | {"fc1_bias": p.fc1_bias, "probs": dispatched.probs}
+    p, dispatched, config = call.parameters, expert_rows.dispatched, call.config
+    counts, probs = dispatched.tokens_per_expert, dispatched.probs
     with expert_rows.plan():
         if expert_rows.of_tokens is not None:
-            tokens_again, of_experts = check_recompute(call.recompute)
-            settings = {name: x for name, x in settings.items() if name not in ("align", "probs_on_input")}
-            settings |= {"recompute": of_experts, "tokens_again": tokens_again}
-            return mlp_of_tokens(expert_rows.of_tokens, dispatched.tokens_per_expert, *weights, **settings)
-        settings |= {"wgrads": call.wgrads, "state": call.linear_states, "amaxes": call.amaxes}
-        settings |= {"fc2_bias": p.fc2_bias} | _recomputed(expert_rows.permuted, call)
+            return mlp_of_tokens(expert_rows.of_tokens, counts, p, config, probs=probs, recompute=call.recompute)
+        permutes_again, recompute = check_recompute(call.recompute)
+        rows_again = _permuted_again(expert_rows.permuted, call) if permutes_again else None
         rows, beside_backward = dispatched.rows, call.in_dispatch_backward
         rows = rows if beside_backward is None else in_backward(rows, beside_backward)
-        rows = grouped_mlp(rows, dispatched.tokens_per_expert, *weights, **settings)
+        rows = grouped_mlp(
+            rows, counts, p.fc1_weight, p.fc2_weight, probs=probs, rows_again=rows_again, fc1_bias=p.fc1_bias,
+            fc2_bias=p.fc2_bias, recompute=recompute, wgrads=call.wgrads, state=call.linear_states, amaxes=call.amaxes,
+            **config.experts,
+        )  # fmt: skip
     return rows, expert_rows.combine(rows)
 
 
@@ -217,18 +241,18 @@ def _narrowed(x_TH: Tensor, p: LayerParameters) -> Tensor:
     return x_TH if p.latent_down is None else latent_projection(x_TH, p.latent_down)
 
 
-def _started(x_TH: Tensor, call: Call) -> Early:
+def _early_copy(x_TH: Tensor, call: Call) -> Early | None:
     """Start to copy the tokens to the other rank before they are routed, if that is faster."""
-    config, group = call.config, call.group
-    possible = call.shared_memory and config.num_rows is not None and config.dispatcher == "hybridep"
-    if not possible or config.router.topk < EARLY_TOPK or group is None or dist.get_world_size(group) != 2:
+    config, group, num_rows = call.config, call.group, call.config.num_rows
+    if not call.shared_memory or num_rows is None or config.dispatcher != "hybridep":
         return None
-    tokens = _narrowed(x_TH, call.parameters)
-    sizes: dict[str, Any] = {"num_experts": config.router.num_experts, "num_rows": config.num_rows}
-    return tokens, {"early": symmetric.start_early(tokens, group=group, **sizes)}
+    if config.router.topk < EARLY_TOPK or group is None or dist.get_world_size(group) != 2:
+        return None
+    tokens, num_experts = _narrowed(x_TH, call.parameters), config.router.num_experts
+    return symmetric.start_early(tokens, num_experts=num_experts, num_rows=num_rows, group=group)
 
 
-def _dispatched(tokens: Tensor, routed: RouteOutput, call: Call, started: dict[str, Any]) -> ExpertRows:
+def _dispatched(tokens: Tensor, routed: RouteOutput, call: Call, early: Early | None) -> ExpertRows:
     """The rows of this rank's experts, and the function that brings them back."""
     if call.group is None:
         return _on_one_rank(tokens, routed, call)
@@ -240,7 +264,8 @@ def _dispatched(tokens: Tensor, routed: RouteOutput, call: Call, started: dict[s
         groups = dist.get_world_size(call.group) // shards
         flat = partial(flatten_experts, expert_parallel=groups, expert_tensor_parallel=shards)
         routed = routed._replace(probs=flat(routed.probs), routing_map=flat(routed.routing_map))
-    expert_rows: ExpertRows = DISPATCH[dispatcher](tokens, routed, config, call.group, **started)
+    settings = {} if early is None else {"early": early}
+    expert_rows: ExpertRows = DISPATCH[dispatcher](tokens, routed, config, call.group, **settings)
     return expert_rows
 
 
@@ -268,24 +293,17 @@ def _on_one_rank(tokens: Tensor, routed: RouteOutput, call: Call) -> ExpertRows:
     return ExpertRows(permuted, combine, (tokens, permuted.row_map), plan, of_tokens)
 
 
-def _recomputed(permuted: tuple[Tensor, RowMap] | None, call: Call) -> dict[str, Any]:
-    """The settings by which the experts save less for the backward."""
-    permutes_again, of_experts = check_recompute(call.recompute)
-    if not permutes_again:
-        return {"recompute": of_experts}
-    expected = f"without {ROWS_AGAIN!r} with {call.config.dispatcher}: the rows come from other ranks"
-    require(permuted is not None, "recompute", repr(call.recompute), expected)
-    return {"recompute": of_experts, "rows_again": permuted and _copied_again(*permuted)}
-
-
-def _copied_again(tokens: Tensor, row_map: RowMap) -> Callable[[], Tensor]:
+def _permuted_again(permuted: tuple[Tensor, RowMap] | None, call: Call) -> Callable[[], Tensor]:
     """A function that computes the rows of `permute` again.
 
     Raises:
         RuntimeError: from that function, if the tokens have changed by an operation that torch
             counts.
     """
-    tokens = tokens.detach()  # shares the count of changes with the caller's tensor
+    expected = f"without {ROWS_AGAIN!r} with {call.config.dispatcher}: the rows come from other ranks"
+    require(permuted is not None, "recompute", repr(call.recompute), expected)
+    assert permuted is not None
+    tokens, row_map = permuted[0].detach(), permuted[1]  # shares the count of changes with the caller's tensor
     version = None if tokens.is_inference() else tokens._version
 
     def again() -> Tensor:

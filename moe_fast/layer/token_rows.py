@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_fast.experts.activated_linear import can_gather_activated
 from moe_fast.experts.delayed import waiting_for
-from moe_fast.experts.mlp import checked_settings
+from moe_fast.fused.token_mlp import activation_of
 from moe_fast.launch.operators import tracing
 from moe_fast.quantization.gathered import can_gather
 from moe_ref.config import LayerConfig, LayerParameters, check_recompute
@@ -21,9 +21,8 @@ def stay_tokens(tokens: Tensor, probs_TE: Tensor, p: LayerParameters, config: La
     if tracing() or config.align is not None or config.probs_on_input or p.fc2_bias is not None:
         return False
     if recipe is None:
-        shape = {name: config.experts[name] for name in ("kind", "offset", "clamp", "interleave")}
         num_rows = most_rows(tokens.shape[0], config)
-        operands = (p.fc1_weight, p.fc1_bias, probs_TE, checked_settings(**shape))
+        operands = (p.fc1_weight, p.fc1_bias, probs_TE, activation_of(config))
         return can_gather_activated(tokens, num_rows, *operands)
     if recipe.scaling != "block" or recipe.backward_override is not None or of_experts == "moe":
         return False

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import bits, check_device, integers, launch_on, movable, strided
+from moe_fast.launch.backend import bits, check_device, integers, movable, strided
 from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import as_operators, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
@@ -239,22 +239,21 @@ def move_to_rows(
     programs += 0 if row_slots is None else ceil_div(row_map.num_tokens, sizes.list_tokens)
     if programs * columns == 0:
         return rows, row_probs
-    with launch_on(tokens):
-        launch(kernels.permute_kernel, (programs * columns,))(
-            *strided(bits(tokens)),
-            *strided(None if probs is None else bits(probs)),
-            bits(rows),
-            None if row_probs is None else bits(row_probs),
-            row_slots,
-            *row_map.arguments(),
-            row_map.gap_2E,
-            *program_layout,
-            *row_map.sizes(hidden),
-            **sizes.permute.blocks("T", "H"),
-            BLOCK_G=sizes.fill.lanes,
-            BLOCK_R=sizes.fill.rows,
-            BLOCK_L=sizes.list_tokens,
-        )
+    launch(kernels.permute_kernel, (programs * columns,), tokens)(
+        *strided(bits(tokens)),
+        *strided(None if probs is None else bits(probs)),
+        bits(rows),
+        None if row_probs is None else bits(row_probs),
+        row_slots,
+        *row_map.arguments(),
+        row_map.gap_2E,
+        *program_layout,
+        *row_map.sizes(hidden),
+        **sizes.permute.blocks("T", "H"),
+        BLOCK_G=sizes.fill.lanes,
+        BLOCK_R=sizes.fill.rows,
+        BLOCK_L=sizes.list_tokens,
+    )
     return rows, row_probs
 
 
@@ -280,20 +279,19 @@ def sum_rows(
     programs = ceil_div(row_map.num_tokens, sizes.unpermute.tokens) * columns
     if programs == 0:
         return out, dprobs
-    with launch_on(some):
-        launch(kernels.unpermute_kernel, (programs,))(
-            *strided(rows),
-            *strided(probs),
-            out,
-            *strided(None if drow_probs is None else bits(drow_probs), 1),
-            None if dprobs is None else bits(dprobs),
-            *row_map.arguments(),
-            *row_map.sizes(hidden),
-            **_arithmetic(rows, probs),
-            **sizes.unpermute.blocks("T", "H"),
-            BLOCK_E=sizes.prob_columns,
-            UNROLL=sizes.unpermute_slots,
-        )
+    launch(kernels.unpermute_kernel, (programs,), some)(
+        *strided(rows),
+        *strided(probs),
+        out,
+        *strided(None if drow_probs is None else bits(drow_probs), 1),
+        None if dprobs is None else bits(dprobs),
+        *row_map.arguments(),
+        *row_map.sizes(hidden),
+        **_arithmetic(rows, probs),
+        **sizes.unpermute.blocks("T", "H"),
+        BLOCK_E=sizes.prob_columns,
+        UNROLL=sizes.unpermute_slots,
+    )
     return out, dprobs
 
 
@@ -312,25 +310,24 @@ def merge_backward(
     programs, program_layout = row_map.programs(block_tokens, sizes.fill)
     if programs == 0:
         return drows, dprobs
-    with launch_on(dout):
-        launch(kernels.unpermute_backward_kernel, (programs,))(
-            *strided(dout),
-            *strided(rows),
-            *strided(probs),
-            drows,
-            dprobs,
-            *row_map.arguments(),
-            row_map.gap_2E,
-            *program_layout,
-            *row_map.sizes(hidden),
-            **_arithmetic(dout, probs),
-            BLOCK_T=block_tokens,
-            BLOCK_H=sizes.unpermute_backward.columns,
-            BLOCK_E=block_experts,
-            BLOCK_G=sizes.fill.lanes,
-            BLOCK_R=sizes.fill.rows,
-            num_warps=sizes.unpermute_backward.num_warps,
-        )
+    launch(kernels.unpermute_backward_kernel, (programs,), dout)(
+        *strided(dout),
+        *strided(rows),
+        *strided(probs),
+        drows,
+        dprobs,
+        *row_map.arguments(),
+        row_map.gap_2E,
+        *program_layout,
+        *row_map.sizes(hidden),
+        **_arithmetic(dout, probs),
+        BLOCK_T=block_tokens,
+        BLOCK_H=sizes.unpermute_backward.columns,
+        BLOCK_E=block_experts,
+        BLOCK_G=sizes.fill.lanes,
+        BLOCK_R=sizes.fill.rows,
+        num_warps=sizes.unpermute_backward.num_warps,
+    )
     return drows, dprobs
 
 
@@ -350,19 +347,18 @@ def _gather_chunks(
     if num_rows == 0:
         return out, out_probs
     sizes, order = sizes.to(torch.int64), order.to(torch.int64)  # one kernel for both dtypes
-    with launch_on(some):
-        launch(chunk_kernels.sort_chunks_kernel, (ceil_div(num_rows, blocks.sort_chunks.tokens),))(
-            *strided(None if rows is None else bits(rows)),
-            *strided(None if probs is None else bits(probs), 1),
-            *strided(sizes, 1),
-            *strided(order, 1),
-            None if out is None else bits(out),
-            None if out_probs is None else bits(out_probs),
-            num_rows,
-            hidden,
-            sizes.shape[0],
-            int(inverse),
-            **blocks.sort_chunks.blocks("R", "H"),
-            BLOCK_S=blocks.chunk_columns,
-        )
+    launch(chunk_kernels.sort_chunks_kernel, (ceil_div(num_rows, blocks.sort_chunks.tokens),), some)(
+        *strided(None if rows is None else bits(rows)),
+        *strided(None if probs is None else bits(probs), 1),
+        *strided(sizes, 1),
+        *strided(order, 1),
+        None if out is None else bits(out),
+        None if out_probs is None else bits(out_probs),
+        num_rows,
+        hidden,
+        sizes.shape[0],
+        int(inverse),
+        **blocks.sort_chunks.blocks("R", "H"),
+        BLOCK_S=blocks.chunk_columns,
+    )
     return out, out_probs

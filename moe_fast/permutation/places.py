@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import bits, launch_on, strided
-from moe_fast.launch.operators import has_memory, launch
+from moe_fast.launch.backend import bits, strided
+from moe_fast.launch.operators import launch
 from moe_fast.permutation._permute import place_kernel
 from moe_fast.permutation.row_map import RowMap
 
@@ -26,22 +26,20 @@ def place_rows(probs_TE: Tensor | None, lists: RowMap, row_map: RowMap) -> tuple
     source_P = torch.empty(num_rows, dtype=torch.int32 if row_map.num_tokens < NARROW else torch.int64, device=device)
     probs_P = None if probs_TE is None else torch.empty(num_rows, dtype=probs_TE.dtype, device=device)
     programs, (list_blocks, *lanes) = row_map.programs(sizes.list_tokens, sizes.fill)
-    if has_memory() and programs:
-        with launch_on(source_P):
-            launch(place_kernel, (programs,))(
-                *strided(None if probs_TE is None else bits(probs_TE)),
-                None if probs_P is None else bits(probs_P),
-                source_P,
-                row_map.slots_TE,
-                *lists.arguments(),
-                row_map.gap_2E,
-                list_blocks,
-                *lanes,
-                row_map.num_tokens,
-                row_map.num_experts,
-                num_rows,
-                BLOCK_G=sizes.fill.lanes,
-                BLOCK_R=sizes.fill.rows,
-                BLOCK_L=sizes.list_tokens,
-            )
+    launch(place_kernel, (programs,), source_P)(
+        *strided(None if probs_TE is None else bits(probs_TE)),
+        None if probs_P is None else bits(probs_P),
+        source_P,
+        row_map.slots_TE,
+        *lists.arguments(),
+        row_map.gap_2E,
+        list_blocks,
+        *lanes,
+        row_map.num_tokens,
+        row_map.num_experts,
+        num_rows,
+        BLOCK_G=sizes.fill.lanes,
+        BLOCK_R=sizes.fill.rows,
+        BLOCK_L=sizes.list_tokens,
+    )
     return source_P, probs_P

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import bits, check_device, integers, launch_on, strided
+from moe_fast.launch.backend import bits, check_device, integers, strided
 from moe_fast.launch.operators import as_operators, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation import _routing_map as kernels
@@ -37,16 +37,15 @@ def _padded(routing_map_TE: Tensor, align: int) -> tuple[Tensor, Tensor]:
     # all: a block of tokens by each program
     padded = torch.empty(routing_map_TE.shape, dtype=torch.bool, device=device)
     unreached = torch.empty(routing_map_TE.shape[1], dtype=torch.bool, device=device)  # all by the first program
-    with launch_on(routing_map_TE):
-        launch(map_kernels.pad_routing_map_kernel, (walk.cut.blocks,))(
-            *strided(integers(routing_map_TE)),
-            *walk.counted(),
-            integers(padded),
-            integers(unreached),
-            *walk.sizes(routing_map_TE),
-            align,
-            **walk.blocking(),
-        )
+    launch(map_kernels.pad_routing_map_kernel, (walk.cut.blocks,), routing_map_TE)(
+        *strided(integers(routing_map_TE)),
+        *walk.counted(),
+        integers(padded),
+        integers(unreached),
+        *walk.sizes(routing_map_TE),
+        align,
+        **walk.blocking(),
+    )
     return padded, unreached
 
 
@@ -119,17 +118,16 @@ def _scatter(indices: Tensor, values: Tensor, num_experts: int, *, with_map: boo
     out = torch.empty((num_tokens, num_experts), dtype=values.dtype, device=indices.device)
     if num_tokens == 0:
         return routing_map, out
-    with launch_on(indices):
-        launch(kernels.multihot_kernel, (ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns)))(
-            *strided(integers(indices)),
-            *strided(bits(values)),
-            integers(routing_map) if with_map else None,
-            bits(out),
-            num_tokens,
-            num_experts,
-            num_slots,
-            **tile.blocks("T", "E"),
-        )
+    launch(kernels.multihot_kernel, (ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns)), indices)(
+        *strided(integers(indices)),
+        *strided(bits(values)),
+        integers(routing_map) if with_map else None,
+        bits(out),
+        num_tokens,
+        num_experts,
+        num_slots,
+        **tile.blocks("T", "E"),
+    )
     return routing_map, out
 
 
@@ -140,19 +138,19 @@ def _gather(dout: Tensor, indices: Tensor) -> Tensor:
     dvalues = torch.empty((num_tokens, num_slots), dtype=dout.dtype, device=dout.device)  # by multihot_backward_kernel
     if dvalues.numel() == 0:
         return dvalues
-    with launch_on(dout):
-        launch(
-            kernels.multihot_backward_kernel,
-            (ceil_div(num_tokens, tile.tokens), ceil_div(num_slots, tile.columns)),
-        )(
-            *strided(bits(dout)),
-            *strided(integers(indices)),
-            bits(dvalues),
-            num_tokens,
-            dout.shape[1],
-            num_slots,
-            **tile.blocks("T", "K"),
-        )
+    launch(
+        kernels.multihot_backward_kernel,
+        (ceil_div(num_tokens, tile.tokens), ceil_div(num_slots, tile.columns)),
+        dout,
+    )(
+        *strided(bits(dout)),
+        *strided(integers(indices)),
+        bits(dvalues),
+        num_tokens,
+        dout.shape[1],
+        num_slots,
+        **tile.blocks("T", "K"),
+    )
     return dvalues
 
 
@@ -171,19 +169,18 @@ def _list(routing_map: Tensor, values: Tensor, topk: int) -> tuple[Tensor, Tenso
         return indices, out, overflow
     block_experts = power_of_two(num_experts, least=8)
     block_tokens = sizes.multihot_rows.tile_tokens(block_experts)
-    with launch_on(routing_map):
-        launch(kernels.indices_kernel, (ceil_div(num_tokens, block_tokens),))(
-            *strided(integers(routing_map)),
-            *strided(bits(values)),
-            indices,
-            bits(out),
-            integers(overflow),
-            num_tokens,
-            num_experts,
-            topk,
-            BLOCK_T=block_tokens,
-            BLOCK_E=block_experts,
-            BLOCK_K=sizes.multihot.columns,
-            num_warps=sizes.multihot_rows.num_warps,
-        )
+    launch(kernels.indices_kernel, (ceil_div(num_tokens, block_tokens),), routing_map)(
+        *strided(integers(routing_map)),
+        *strided(bits(values)),
+        indices,
+        bits(out),
+        integers(overflow),
+        num_tokens,
+        num_experts,
+        topk,
+        BLOCK_T=block_tokens,
+        BLOCK_E=block_experts,
+        BLOCK_K=sizes.multihot.columns,
+        num_warps=sizes.multihot_rows.num_warps,
+    )
     return indices, out, overflow

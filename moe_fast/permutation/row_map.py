@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import integers, launch_on, strided
+from moe_fast.launch.backend import integers, strided
 from moe_fast.launch.operators import has_memory, launch, operator, record
 from moe_fast.launch.tuning import at_least, ceil_div, power_of_two
 from moe_fast.permutation import _row_map as kernels
@@ -188,9 +188,8 @@ def walk_map(
     `tiles`.
     """
     walk = plan_walk(routing_map, cut)
-    with launch_on(routing_map):
-        count_blocks(routing_map, walk, slots)
-        lay_out(walk, slots, align, num_rows, tiles)
+    count_blocks(routing_map, walk, slots)
+    lay_out(walk, slots, align, num_rows, tiles)
     return walk
 
 
@@ -246,7 +245,7 @@ def _in_words(routing_map: Tensor) -> Tensor:
 def count_blocks(routing_map: Tensor, walk: Walk, slots: Slots | None) -> None:
     """The first launch: count the routed tokens of each block; with `slots`, list them."""
     words = integers(routing_map) if walk.cut.pack == 1 else _in_words(routing_map)
-    launch(kernels.routing_walk_kernel, (walk.cut.blocks,))(
+    launch(kernels.routing_walk_kernel, (walk.cut.blocks,), routing_map)(
         *strided(words),
         *((slots.slots_TE, slots.num_slots_T) if slots else (None, None)),
         walk.block_count_EB,
@@ -270,7 +269,7 @@ def lay_out(walk: Walk, slots: Slots | None, align: int, num_rows: int, tiles: T
         if slots
         else (None,) * 5
     )
-    launch(kernels.routing_layout_kernel, (max(1, ceil_div(num_experts, sizes.layout_experts)),))(
+    launch(kernels.routing_layout_kernel, (max(1, ceil_div(num_experts, sizes.layout_experts)),), walk.base_EB)(
         walk.block_count_EB,
         walk.base_EB,
         walk.count_E,
@@ -335,20 +334,19 @@ def _places_in_capacity(routing_map: Tensor, cut: Cut, capacity: int) -> tuple[S
     walk = walk_map(routing_map, cut)
     # the first program of capacity_kernel writes all of it
     base = torch.empty(routing_map.shape[1], dtype=torch.int64, device=routing_map.device)
-    with launch_on(routing_map):
-        launch(kernels.capacity_kernel, (walk.cut.blocks,))(
-            *strided(integers(routing_map)),
-            *walk.counted(),
-            slots.slots_TE,
-            slots.num_slots_T,
-            base,
-            slots.tokens_per_expert,
-            slots.gap_2E,
-            slots.overflow.view(torch.uint8),
-            *walk.sizes(routing_map),
-            capacity,
-            **walk.blocking(),
-        )
+    launch(kernels.capacity_kernel, (walk.cut.blocks,), routing_map)(
+        *strided(integers(routing_map)),
+        *walk.counted(),
+        slots.slots_TE,
+        slots.num_slots_T,
+        base,
+        slots.tokens_per_expert,
+        slots.gap_2E,
+        slots.overflow.view(torch.uint8),
+        *walk.sizes(routing_map),
+        capacity,
+        **walk.blocking(),
+    )
     return slots, base
 
 

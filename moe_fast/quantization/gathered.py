@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_fast.launch.arithmetic import NO_FP_FUSION
-from moe_fast.launch.backend import is_hopper, launch_on
+from moe_fast.launch.backend import is_hopper
 from moe_fast.launch.operators import has_memory, launch
 from moe_fast.quantization._hopper_gathered import quantize_gathered_kernel
 from moe_fast.quantization.hopper import WALK
@@ -78,21 +78,19 @@ def quantize_gathered(
     settings: dict[str, Any] = {k: v for k, v in grid.settings.items() if k not in ("BLOCK_M", "BLOCK_N")}
     constants = encoding(recipe, format, tokens.device)
     del constants["HARDWARE"]
-    if grid.programs:
-        with launch_on(tokens):
-            launch(quantize_gathered_kernel, (grid.programs,))(
-                tokens,
-                tokens.stride(0),
-                rows.source_P,
-                *splits_arguments(splits),
-                *form_arguments(by_rows),
-                *form_arguments(by_columns),
-                *like.shape,
-                *grid.sizes,
-                *scale_limits(recipe, tokens.dtype),
-                **constants,
-                WHOLE=not for_products,
-                **settings,
-                **NO_FP_FUSION,
-            )
+    launch(quantize_gathered_kernel, (grid.programs,), tokens)(
+        tokens,
+        tokens.stride(0),
+        rows.source_P,
+        *splits_arguments(splits),
+        *form_arguments(by_rows),
+        *form_arguments(by_columns),
+        *like.shape,
+        *grid.sizes,
+        *scale_limits(recipe, tokens.dtype),
+        **constants,
+        WHOLE=not for_products,
+        **settings,
+        **NO_FP_FUSION,
+    )
     return Quantized(recipe, format, tokens.dtype, splits, None, by_rows, by_columns)

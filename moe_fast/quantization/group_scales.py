@@ -5,8 +5,8 @@ from torch import Tensor
 
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
-from moe_fast.launch.backend import check_device, launch_on, strided
-from moe_fast.launch.operators import has_memory, launch, operator, traceable
+from moe_fast.launch.backend import check_device, strided
+from moe_fast.launch.operators import launch, operator, traceable
 from moe_fast.launch.tuning import at_least, power_of_two
 from moe_fast.quantization import _group_scales as kernels
 from moe_fast.quantization.quantized import Form, Grid, encoding, format_of, grid_of, is_ragged, splits_arguments
@@ -24,11 +24,9 @@ def group_amax(x: Tensor, splits: Tensor | None) -> Tensor:
     """[G]: max |x| of each group, as the bits of float32."""
     grid = _grid(x, splits)
     amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
-    if has_memory() and grid.programs:
-        with launch_on(x):
-            launch(kernels.group_amax_kernel, (grid.programs,))(
-                *strided(x), *splits_arguments(splits), amax, *x.shape, *grid.sizes, **grid.settings
-            )
+    launch(kernels.group_amax_kernel, (grid.programs,), x)(
+        *strided(x), *splits_arguments(splits), amax, *x.shape, *grid.sizes, **grid.settings
+    )
     return amax
 
 
@@ -49,22 +47,21 @@ def cast_groups(
         scales, history = state.scale, state.amax_history.clone()
         amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
         state = QuantizerState(history, scales)
-    with launch_on(x):
-        launch(kernels.cast_groups_kernel, (at_least(grid.programs, 1),))(
-            *strided(x),
-            *splits_arguments(splits),
-            *strided(scales, 1),
-            amax,
-            *strided(None if history is None else history.view(torch.int32))[:2],
-            codes,
-            inverse,
-            *x.shape,
-            *grid.sizes,
-            number_bits(recipe.amax_epsilon or 0.0),
-            **encoding(recipe, format, x.device),
-            **grid.settings,
-            **NO_FP_FUSION,
-        )
+    launch(kernels.cast_groups_kernel, (at_least(grid.programs, 1),), x)(
+        *strided(x),
+        *splits_arguments(splits),
+        *strided(scales, 1),
+        amax,
+        *strided(None if history is None else history.view(torch.int32))[:2],
+        codes,
+        inverse,
+        *x.shape,
+        *grid.sizes,
+        number_bits(recipe.amax_epsilon or 0.0),
+        **encoding(recipe, format, x.device),
+        **grid.settings,
+        **NO_FP_FUSION,
+    )
     return Form(codes, inverse, amax.view(torch.float32), None), state
 
 
@@ -96,18 +93,16 @@ def _next_state(state: QuantizerState, recipe: Recipe, role: str, reduced_amax: 
     history = torch.empty((groups, length), device=state.scale.device)  # update_scales_kernel writes all of it
     scale = torch.empty(groups, device=state.scale.device)  # as above
     largest = FORMAT_MAX[format_of(recipe, role)] * 2.0**-recipe.margin
-    if groups:
-        with launch_on(scale):
-            launch(kernels.update_scales_kernel, (groups,))(
-                *strided(state.amax_history),
-                *strided(state.scale, 1),
-                *strided(reduced_amax, 1),
-                history,
-                scale,
-                length,
-                number_bits(largest),
-                MOST_RECENT=recipe.amax_compute_algo == "most_recent",
-                BLOCK_L=power_of_two(length),
-                **NO_FP_FUSION,
-            )
+    launch(kernels.update_scales_kernel, (groups,), scale)(
+        *strided(state.amax_history),
+        *strided(state.scale, 1),
+        *strided(reduced_amax, 1),
+        history,
+        scale,
+        length,
+        number_bits(largest),
+        MOST_RECENT=recipe.amax_compute_algo == "most_recent",
+        BLOCK_L=power_of_two(length),
+        **NO_FP_FUSION,
+    )
     return history, scale

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION
-from moe_fast.launch.backend import casts_in_hardware, launch_on, strided
-from moe_fast.launch.operators import has_memory, launch, operator
+from moe_fast.launch.backend import casts_in_hardware, strided
+from moe_fast.launch.operators import launch, operator
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization import _group_scales as group_scales
 from moe_fast.quantization import _nvfp4 as nvfp4
@@ -58,27 +58,25 @@ def quantize_two_levels(
     walk = sizes.transformed if transformed else sizes.columns if square or columnwise else sizes.rows
     least = (SIZE if square or columnwise else 1, SIZE)
     grid = grid_of(x.shape, splits, walk, True, least, ragged=is_ragged(x.stride(0)))
-    if has_memory() and grid.programs:
-        with launch_on(x):
-            launch(nvfp4.quantize_two_levels_kernel, (grid.programs,))(
-                *strided(x),
-                *splits_arguments(splits),
-                row_amax,
-                column_amax,
-                *strided(noise, 3),
-                *((None, None) if by_rows is None else (by_rows.codes_MN, by_rows.scale)),
-                *((None, None) if by_columns is None else (by_columns.codes_MN, by_columns.scale)),
-                *x.shape,
-                *grid.sizes,
-                largest,
-                ROW_SCALED=row_scaled,
-                TRANSFORMED=transformed,
-                ERROR=error,
-                SQUARE=square,
-                HARDWARE=casts_in_hardware(x.device),
-                **grid.settings,
-                **NO_FP_FUSION,
-            )
+    launch(nvfp4.quantize_two_levels_kernel, (grid.programs,), x)(
+        *strided(x),
+        *splits_arguments(splits),
+        row_amax,
+        column_amax,
+        *strided(noise, 3),
+        *((None, None) if by_rows is None else (by_rows.codes_MN, by_rows.scale)),
+        *((None, None) if by_columns is None else (by_columns.codes_MN, by_columns.scale)),
+        *x.shape,
+        *grid.sizes,
+        largest,
+        ROW_SCALED=row_scaled,
+        TRANSFORMED=transformed,
+        ERROR=error,
+        SQUARE=square,
+        HARDWARE=casts_in_hardware(x.device),
+        **grid.settings,
+        **NO_FP_FUSION,
+    )
     return by_rows, by_rows if once else by_columns
 
 
@@ -96,18 +94,16 @@ def _amax_of_forms(
     )
     row_amax = torch.zeros(row_shape, dtype=torch.int32, device=x.device) if rowwise else None
     column_amax = torch.zeros(column_shape, dtype=torch.int32, device=x.device) if columnwise else None
-    if has_memory() and grid.programs:
-        with launch_on(x):
-            launch(group_scales.two_levels_amax_kernel, (grid.programs,))(
-                *strided(x),
-                *splits_arguments(splits),
-                row_amax,
-                column_amax,
-                *x.shape,
-                *grid.sizes,
-                ROW_SCALED=row_scaled,
-                **grid.settings,
-                **NO_FP_FUSION,
-            )
+    launch(group_scales.two_levels_amax_kernel, (grid.programs,), x)(
+        *strided(x),
+        *splits_arguments(splits),
+        row_amax,
+        column_amax,
+        *x.shape,
+        *grid.sizes,
+        ROW_SCALED=row_scaled,
+        **grid.settings,
+        **NO_FP_FUSION,
+    )
     rows, columns = (None if amax is None else amax.view(torch.float32) for amax in (row_amax, column_amax))
     return rows, columns

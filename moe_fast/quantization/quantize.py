@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION
-from moe_fast.launch.backend import check_device, launch_on, strided
+from moe_fast.launch.backend import check_device, strided
 from moe_fast.launch.operators import has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization import _quantize as kernels
@@ -121,24 +121,23 @@ def _quantize_blocks(
     if has_memory() and grid.programs:
         forms = *form_arguments(by_rows), *form_arguments(by_columns)
         arguments = *x.shape, *grid.sizes, *scale_limits(recipe, x.dtype)
-        with launch_on(x):
-            if on_hopper:
-                hopper.quantize_tiles(x, splits, forms, arguments, recipe, format, square, not turned, grid)
-            else:
-                launch(kernels.quantize_blocks_kernel, (grid.programs,))(
-                    *strided(x),
-                    *splits_arguments(splits),
-                    *forms,
-                    *arguments,
-                    RULE=rule,
-                    **encoding(recipe, format, x.device),
-                    ALIGNED=aligned,
-                    BLOCK=size,
-                    SQUARE=square,
-                    WHOLE=not turned,
-                    **grid.settings,
-                    **NO_FP_FUSION,
-                )
+        if on_hopper:
+            hopper.quantize_tiles(x, splits, forms, arguments, recipe, format, square, not turned, grid)
+        else:
+            launch(kernels.quantize_blocks_kernel, (grid.programs,), x)(
+                *strided(x),
+                *splits_arguments(splits),
+                *forms,
+                *arguments,
+                RULE=rule,
+                **encoding(recipe, format, x.device),
+                ALIGNED=aligned,
+                BLOCK=size,
+                SQUARE=square,
+                WHOLE=not turned,
+                **grid.settings,
+                **NO_FP_FUSION,
+            )
     return by_rows, by_rows if square else by_columns
 
 

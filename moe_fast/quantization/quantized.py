@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, launch_on, strided
+from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, strided
 from moe_fast.launch.operators import as_operators, has_memory, launch, record, traceable
 from moe_fast.launch.specialization import DIVISOR
 from moe_fast.launch.tuning import ceil_div, power_of_two
@@ -220,27 +220,25 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
     grid = grid_of(codes_MN.shape, quantized.splits, walk, aligned, block, rows, ragged=ragged)
     # dequantize_kernel writes all of it
     out = torch.empty(codes_MN.shape, dtype=quantized.dtype, device=codes_MN.device)
-    if has_memory() and grid.programs:
-        with launch_on(codes_MN):
-            launch(dequantize_kernel, (grid.programs,))(
-                codes_MN,
-                form.scale,
-                *((0, 0) if form.block is None else form.scale.stride()),
-                form.amax if rule == "nvfp4" else None,
-                *splits_arguments(quantized.splits),
-                out,
-                *codes_MN.shape,
-                *grid.sizes,
-                3 if quantized.format == "e4m3" else 2,
-                1 / (6 * form.largest),
-                RULE=rule,
-                PER=form.per,
-                ALIGNED=aligned,
-                BLOCK_R=block[0],
-                BLOCK_C=block[1],
-                **grid.settings,
-                **NO_FP_FUSION,
-            )
+    launch(dequantize_kernel, (grid.programs,), codes_MN)(
+        codes_MN,
+        form.scale,
+        *((0, 0) if form.block is None else form.scale.stride()),
+        form.amax if rule == "nvfp4" else None,
+        *splits_arguments(quantized.splits),
+        out,
+        *codes_MN.shape,
+        *grid.sizes,
+        3 if quantized.format == "e4m3" else 2,
+        1 / (6 * form.largest),
+        RULE=rule,
+        PER=form.per,
+        ALIGNED=aligned,
+        BLOCK_R=block[0],
+        BLOCK_C=block[1],
+        **grid.settings,
+        **NO_FP_FUSION,
+    )
     return out
 
 
@@ -269,10 +267,9 @@ def _hadamard_adjoint(d_value: Tensor) -> Tensor:
     out = torch.empty(d_value.shape, dtype=d_value.dtype, device=d_value.device)
     if has_memory() and grid.programs:
         sizes = {name: grid.settings[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")}
-        with launch_on(d_value):
-            launch(hadamard.hadamard_adjoint_kernel, (grid.programs,))(
-                *strided(d_value), out, *d_value.shape, grid.column_programs, grid.steps, **sizes, **NO_FP_FUSION
-            )
+        launch(hadamard.hadamard_adjoint_kernel, (grid.programs,), d_value)(
+            *strided(d_value), out, *d_value.shape, grid.column_programs, grid.steps, **sizes, **NO_FP_FUSION
+        )
     return out
 
 

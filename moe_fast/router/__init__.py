@@ -9,8 +9,7 @@ from moe_fast.router.balancing import attach_loss, aux_loss_scores, load_balanci
 from moe_fast.router.capacity import drop_tokens
 from moe_fast.router.gating import gate, jitter
 from moe_fast.router.route import finish_batch, route
-from moe_fast.router.selection import check_computed, check_rows, topk_indices, topk_routing
-from moe_fast.router.sinkhorn import sinkhorn_routing
+from moe_fast.router.selection import check_computed, check_rows, sinkhorn_routing, topk_indices, topk_routing
 from moe_ref.config.router import expert_capacity
 from moe_ref.config.state import new_state, state_from, state_tensors
 

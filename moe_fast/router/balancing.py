@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import integers, launch_on, strided
+from moe_fast.launch.backend import integers, strided
 from moe_fast.launch.operators import as_operators, launch, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _balancing as kernels
@@ -41,7 +41,7 @@ def aux_loss_scores(
     check_score_function(score_function)
     check_padding_mask(padding_mask, logits_TE.shape[0])
     check_rows(logits_TE, topk)
-    return AuxScores(*_AuxScores.apply(logits_TE, padding_mask, topk, score_function))
+    return AuxScores(*ScoresOfAll.apply(logits_TE, padding_mask, topk, score_function))
 
 
 @traceable
@@ -64,9 +64,14 @@ def load_balancing_loss(
     """
     check_load_balancing_loss(scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
     check_computed("scores", scores)
-    if isinstance(total_num_tokens, Tensor):
-        total_num_tokens = total_num_tokens.detach().to(scores.device, non_blocking=True)
-    return _BalancingLoss.apply(scores, tokens_per_expert.detach(), total_num_tokens, coeff * num_experts / topk)
+    return balancing_loss(scores, tokens_per_expert, total_num_tokens, coeff * num_experts / topk)
+
+
+def balancing_loss(scores: Tensor, counts: Tensor, total: int | Tensor, factor: float) -> Tensor:
+    """`load_balancing_loss` of arguments that have been checked; `factor` is coeff · E / K."""
+    if isinstance(total, Tensor):
+        total = total.detach().to(scores.device, non_blocking=True)
+    return _BalancingLoss.apply(scores, counts.detach(), total, factor)
 
 
 @traceable
@@ -80,11 +85,11 @@ def z_loss(logits_TE: Tensor, *, coeff: float, padding_mask: Tensor | None = Non
     check_coeff(coeff)
     check_padding_mask(padding_mask, logits_TE.shape[0])
     check_rows(logits_TE)
-    return _ZLoss.apply(logits_TE, padding_mask, coeff)
+    return ZLoss.apply(logits_TE, padding_mask, coeff)
 
 
 @as_operators
-class _AuxScores(torch.autograd.Function):
+class ScoresOfAll(torch.autograd.Function):
     """`aux_loss_scores`; the choice has no gradient."""
 
     @staticmethod
@@ -98,19 +103,17 @@ class _AuxScores(torch.autograd.Function):
         routing_map = torch.empty(logits.shape, dtype=torch.bool, device=logits.device)  # as above
         ctx.mark_non_differentiable(routing_map)
         grid, sizes = _whole_rows(logits)
-        if grid[0]:
-            with launch_on(logits):
-                launch(kernels.aux_scores_kernel, grid)(
-                    *strided(logits),
-                    *_padding(padding),
-                    scores,
-                    integers(routing_map),
-                    *logits.shape,
-                    topk,
-                    SCORE=score,
-                    TIES_ARE_RARE=logits.dtype.itemsize >= 4,
-                    **sizes,
-                )
+        launch(kernels.aux_scores_kernel, grid, logits)(
+            *strided(logits),
+            *_padding(padding),
+            scores,
+            integers(routing_map),
+            *logits.shape,
+            topk,
+            SCORE=score,
+            TIES_ARE_RARE=logits.dtype.itemsize >= 4,
+            **sizes,
+        )
         return scores, routing_map
 
     @staticmethod
@@ -122,17 +125,15 @@ class _AuxScores(torch.autograd.Function):
         # aux_scores_backward_kernel writes all of it
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         grid, sizes = _whole_rows(logits)
-        if grid[0]:
-            with launch_on(logits):
-                launch(kernels.aux_scores_backward_kernel, grid)(
-                    *strided(dscores),
-                    *strided(logits),
-                    *_padding(padding),
-                    dlogits,
-                    *logits.shape,
-                    SCORE=ctx.score,
-                    **sizes,
-                )
+        launch(kernels.aux_scores_backward_kernel, grid, logits)(
+            *strided(dscores),
+            *strided(logits),
+            *_padding(padding),
+            dlogits,
+            *logits.shape,
+            SCORE=ctx.score,
+            **sizes,
+        )
         return dlogits, None, None, None
 
 
@@ -151,19 +152,18 @@ class _BalancingLoss(torch.autograd.Function):
         sum_dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
         # balance_kernel writes all of it
         partial = torch.empty(grid[0] * columns, dtype=sum_dtype, device=scores.device)
-        with launch_on(scores):
-            launch(kernels.balance_kernel, grid)(
-                *strided(scores),
-                *strided(count, 1),
-                partial,
-                num_rows,
-                num_columns,
-                tiles_per_program,
-                ACCUMULATOR=accumulator(scores),
-                **sizes.balance.blocks("R", "C"),
-                **NO_FP_FUSION,
-            )
-            loss, factor = _finish(partial, None, total, coeff)
+        launch(kernels.balance_kernel, grid, scores)(
+            *strided(scores),
+            *strided(count, 1),
+            partial,
+            num_rows,
+            num_columns,
+            tiles_per_program,
+            ACCUMULATOR=accumulator(scores),
+            **sizes.balance.blocks("R", "C"),
+            **NO_FP_FUSION,
+        )
+        loss, factor = _finish(partial, None, total, coeff)
         ctx.shape, ctx.dtype = scores.shape, scores.dtype
         ctx.save_for_backward(count, factor)
         return loss
@@ -176,26 +176,25 @@ class _BalancingLoss(torch.autograd.Function):
         num_rows, num_columns = ctx.shape
         # balance_backward_kernel writes all of it
         dscores = torch.empty(ctx.shape, dtype=ctx.dtype, device=count.device)
-        if num_rows:
-            with launch_on(dloss):
-                launch(
-                    kernels.balance_backward_kernel,
-                    (ceil_div(num_rows, tile.tokens), ceil_div(num_columns, tile.columns)),
-                )(
-                    dloss.resolve_neg(),
-                    factor,
-                    *strided(count, 1),
-                    dscores,
-                    num_rows,
-                    num_columns,
-                    ACCUMULATOR=accumulator(factor),
-                    **tile.blocks("R", "C"),
-                )
+        launch(
+            kernels.balance_backward_kernel,
+            (ceil_div(num_rows, tile.tokens), ceil_div(num_columns, tile.columns)),
+            dloss,
+        )(
+            dloss.resolve_neg(),
+            factor,
+            *strided(count, 1),
+            dscores,
+            num_rows,
+            num_columns,
+            ACCUMULATOR=accumulator(factor),
+            **tile.blocks("R", "C"),
+        )
         return dscores, None, None, None
 
 
 @as_operators
-class _ZLoss(torch.autograd.Function):
+class ZLoss(torch.autograd.Function):
     """`z_loss`; saved are the logits and the factor."""
 
     @staticmethod
@@ -204,11 +203,10 @@ class _ZLoss(torch.autograd.Function):
         sum_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         partial = torch.empty(programs, dtype=sum_dtype, device=logits.device)  # z_loss_kernel writes all of it
         valid = torch.empty(programs, dtype=torch.int32, device=logits.device)  # as above
-        with launch_on(logits):
-            launch(kernels.z_loss_kernel, (programs,))(
-                *strided(logits), *_padding(padding), partial, valid, *logits.shape, tiles_per_program, **sizes
-            )
-            loss, factor = _finish(partial, valid, 0, coeff)
+        launch(kernels.z_loss_kernel, (programs,), logits)(
+            *strided(logits), *_padding(padding), partial, valid, *logits.shape, tiles_per_program, **sizes
+        )
+        loss, factor = _finish(partial, valid, 0, coeff)
         ctx.save_for_backward(logits, padding, factor)
         return loss
 
@@ -219,11 +217,9 @@ class _ZLoss(torch.autograd.Function):
         # z_loss_backward_kernel writes all of it
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         grid, sizes = _whole_rows(logits)
-        if grid[0]:
-            with launch_on(logits):
-                launch(kernels.z_loss_backward_kernel, grid)(
-                    dloss.resolve_neg(), factor, *strided(logits), *_padding(padding), dlogits, *logits.shape, **sizes
-                )
+        launch(kernels.z_loss_backward_kernel, grid, logits)(
+            dloss.resolve_neg(), factor, *strided(logits), *_padding(padding), dlogits, *logits.shape, **sizes
+        )
         return dlogits, None, None
 
 
@@ -232,7 +228,7 @@ def _finish(partial: Tensor, valid: Tensor | None, total: int | Tensor, coeff: f
     loss = torch.empty((), dtype=partial.dtype, device=partial.device)  # finish_loss_kernel writes all of it
     factor = torch.empty((), dtype=partial.dtype, device=partial.device)  # as above
     in_tensor = isinstance(total, Tensor)
-    launch(kernels.finish_loss_kernel, (1,))(
+    launch(kernels.finish_loss_kernel, (1,), partial)(
         partial,
         valid,
         total if in_tensor else None,
@@ -273,7 +269,7 @@ def _padding(mask: Tensor | None) -> tuple[Tensor | None, int]:
     return (None, 0) if mask is None else (integers(mask), mask.stride(0))
 
 
-class _AttachLoss(torch.autograd.Function):
+class AttachLoss(torch.autograd.Function):
     """The identity, with `scale` as the gradient of the loss."""
 
     @staticmethod
@@ -292,7 +288,7 @@ def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
     the result is.
     """
     check_loss_scale(scale)
-    return _AttachLoss.apply(x, loss, scale)
+    return AttachLoss.apply(x, loss, scale)
 
 
 @traceable

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import bits, check_device, integers, launch_on, strided
+from moe_fast.launch.backend import bits, check_device, integers, strided
 from moe_fast.launch.operators import as_operators, has_memory, launch, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _capacity as kernels
@@ -38,7 +38,12 @@ def drop_tokens(
     """
     check_drop_tokens(probs_TE, routing_map_TE, capacity, drop_policy)
     check_device("probs", probs_TE)
-    return Routed(*_Drop.apply(probs_TE, routing_map_TE, capacity, drop_policy == "probs", pad_to_capacity))
+    return dropped(probs_TE, routing_map_TE, capacity, drop_policy, pad_to_capacity)
+
+
+def dropped(probs: Tensor, routing_map: Tensor, capacity: int, drop_policy: str, pad_to_capacity: bool) -> Routed:
+    """`drop_tokens` of arguments that have been checked."""
+    return Routed(*_Drop.apply(probs, routing_map, capacity, drop_policy == "probs", pad_to_capacity))
 
 
 @as_operators
@@ -84,26 +89,25 @@ def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad
         "BLOCK_E": tile.columns,
         "num_warps": tile.num_warps,
     }
-    with launch_on(probs):
-        launch(kernels.drop_keys_kernel, grid)(*inputs, keys, num_tokens, num_experts, **blocking)
-        launch(kernels.drop_search_kernel, (ceil_div(num_experts, column.columns),))(
-            keys,
-            least,
-            end_token,
-            num_tokens,
-            num_experts,
-            min(capacity, num_tokens),
-            num_tokens.bit_length(),
-            KEY_BITS=key_bits,
-            PAD=pad,
-            WHOLE=num_tokens <= column.tokens,
-            BLOCK_E=column.columns,
-            BLOCK_T=min(column.tokens, power_of_two(num_tokens)),
-            num_warps=column.num_warps,
-        )
-        launch(kernels.drop_kernel, grid)(
-            *inputs, least, end_token, bits(out), integers(kept_map), num_tokens, num_experts, **blocking
-        )
+    launch(kernels.drop_keys_kernel, grid, probs)(*inputs, keys, num_tokens, num_experts, **blocking)
+    launch(kernels.drop_search_kernel, (ceil_div(num_experts, column.columns),), probs)(
+        keys,
+        least,
+        end_token,
+        num_tokens,
+        num_experts,
+        min(capacity, num_tokens),
+        num_tokens.bit_length(),
+        KEY_BITS=key_bits,
+        PAD=pad,
+        WHOLE=num_tokens <= column.tokens,
+        BLOCK_E=column.columns,
+        BLOCK_T=min(column.tokens, power_of_two(num_tokens)),
+        num_warps=column.num_warps,
+    )
+    launch(kernels.drop_kernel, grid, probs)(
+        *inputs, least, end_token, bits(out), integers(kept_map), num_tokens, num_experts, **blocking
+    )
     return out, kept_map
 
 
@@ -114,14 +118,15 @@ def _drop_backward(dout: Tensor, kept_map: Tensor, routing_map: Tensor | None) -
     if num_tokens == 0:
         return dprobs
     tile = tuning.for_device(dout.device).drop
-    with launch_on(dout):
-        launch(kernels.drop_backward_kernel, (ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns)))(
-            *strided(bits(dout)),
-            integers(kept_map),
-            *strided(None if routing_map is None else integers(routing_map)),
-            bits(dprobs),
-            num_tokens,
-            num_experts,
-            **tile.blocks("T", "E"),
-        )
+    launch(
+        kernels.drop_backward_kernel, (ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns)), dout
+    )(
+        *strided(bits(dout)),
+        integers(kept_map),
+        *strided(None if routing_map is None else integers(routing_map)),
+        bits(dprobs),
+        num_tokens,
+        num_experts,
+        **tile.blocks("T", "E"),
+    )
     return dprobs

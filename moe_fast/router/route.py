@@ -9,10 +9,9 @@ from torch import Tensor
 
 from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import traceable
-from moe_fast.router.balancing import attach_loss, aux_loss_scores, load_balancing_loss, update_expert_bias, z_loss
-from moe_fast.router.capacity import drop_tokens
-from moe_fast.router.selection import topk_indices, topk_routing
-from moe_fast.router.sinkhorn import sinkhorn_routing
+from moe_fast.router.balancing import AttachLoss, ScoresOfAll, ZLoss, balancing_loss, update_expert_bias
+from moe_fast.router.capacity import dropped
+from moe_fast.router.selection import check_rows, sinkhorn_routing, topk_indices, topk_routing
 from moe_ref.config import (
     RankGroup,
     Routed,
@@ -21,11 +20,14 @@ from moe_ref.config import (
     RouterLosses,
     RouterRanks,
     RouterState,
+    check_coeff,
     check_logits,
+    check_loss_scale,
     check_padding_mask,
     check_route,
+    require,
 )
-from moe_ref.config.router import expert_capacity
+from moe_ref.config.router import DROP_POLICIES, expert_capacity
 
 
 @traceable
@@ -38,7 +40,7 @@ def route(
     """One forward of the router after its matrix product. The host never waits, except for the
     rounds of Sinkhorn.
     """
-    _check(logits_TE, padding_mask, config, batch_size, replay, replay_target, len(state.replay_queue))
+    _check(logits_TE, padding_mask, loss_scale, config, batch_size, replay, replay_target, len(state.replay_queue))
     ranks = ranks or RouterRanks()
     learns = training and torch.is_grad_enabled()
     valid: int | Tensor = logits_TE.shape[0] if padding_mask is None else (padding_mask == 0).sum()
@@ -46,15 +48,14 @@ def route(
     scored = logits_TE
     if learns and config.z_loss_coeff:
         coeff = config.z_loss_coeff / ranks.tp_cp.size
-        losses["z_loss"] = z_loss(logits_TE, coeff=coeff, padding_mask=padding_mask) / config.loss_divisor
+        losses["z_loss"] = ZLoss.apply(logits_TE, padding_mask, coeff) / config.loss_divisor
         tokens = valid * ranks.tp_cp.size if config.loss_per_token else 1
-        scored = attach_loss(logits_TE, losses["z_loss"] * tokens, scale=loss_scale)
+        scored = AttachLoss.apply(logits_TE, losses["z_loss"] * tokens, loss_scale)
     chosen, indices, state = _choose(scored, config, state, replay, replay_target, learns)
     if config.capacity_factor is not None:
         sizes: dict[str, Any] = {"num_experts": logits_TE.shape[1], "topk": config.topk}
         capacity = expert_capacity(logits_TE.shape[0], capacity_factor=config.capacity_factor, **sizes)
-        options: dict[str, Any] = {"drop_policy": config.drop_policy, "pad_to_capacity": config.pad_to_capacity}
-        chosen = drop_tokens(*chosen, capacity=capacity, **options)
+        chosen = dropped(*chosen, capacity, config.drop_policy, config.pad_to_capacity)
     probs = chosen.probs
     if learns:
         balancing, state = _balancing_losses(logits_TE, config, state, batch_size, padding_mask, ranks)
@@ -62,7 +63,7 @@ def route(
         if config.loss_per_token:
             share = valid * ranks.tp_cp.size if isinstance(valid, int) else ranks.tp_cp.sum(valid)
         for loss in balancing.values():
-            probs = attach_loss(probs, loss * share, scale=loss_scale)
+            probs = AttachLoss.apply(probs, loss * share, loss_scale)
         losses |= balancing
         if config.expert_bias:
             counted = chosen.routing_map if padding_mask is None else chosen.routing_map & (padding_mask == 0)[:, None]
@@ -72,11 +73,22 @@ def route(
 
 
 @unless_known
-def _check(logits_TE: Tensor, padding_mask: Tensor | None, *settings: Any) -> None:
-    """Raise `ValueError` for an illegal call; `check_route` takes the logits and `settings`."""
+def _check(
+    logits_TE: Tensor, padding_mask: Tensor | None, loss_scale: float, config: RouterConfig, *settings: Any
+) -> None:
+    """Raise `ValueError` for an illegal call, as far as no stage does; `check_route` takes the
+    logits, the configuration and `settings`.
+    """
     check_logits(logits_TE)
-    check_route(logits_TE, *settings)
+    check_route(logits_TE, config, *settings)
     check_padding_mask(padding_mask, logits_TE.shape[0])
+    check_loss_scale(loss_scale)
+    policies = f"one of {', '.join(DROP_POLICIES)}"
+    require(config.drop_policy in DROP_POLICIES, "drop_policy", repr(config.drop_policy), policies)
+    if config.z_loss_coeff:
+        check_rows(logits_TE)
+    for coeff in (config.z_loss_coeff or 0.0, *config.balancing_coeffs.values()):
+        check_coeff(coeff)
 
 
 def _choose(
@@ -116,14 +128,11 @@ def _balancing_losses(
     coeffs, topk, experts = config.balancing_coeffs, config.topk, config.num_experts
     if not coeffs:
         return {}, state
-    scores, chosen = aux_loss_scores(
-        logits_TE, topk=topk, score_function=config.score_function, padding_mask=padding_mask
-    )
+    scores, chosen = ScoresOfAll.apply(logits_TE, padding_mask, topk, config.score_function)
 
     def loss(name: str, counts: Tensor, tokens: int | Tensor, sequences: int = 1) -> Tensor:
-        sizes: dict[str, Any] = {"topk": topk, "num_experts": experts, "coeff": coeffs[name]}
         x = scores.view(-1, sequences * experts)
-        return load_balancing_loss(x, counts, total_num_tokens=tokens, **sizes) / sequences / config.loss_divisor
+        return balancing_loss(x, counts, tokens, coeffs[name] * experts / topk) / sequences / config.loss_divisor
 
     def tokens_of(counts: Tensor, group: RankGroup, sequences: int = 1) -> int | Tensor:
         if padding_mask is None:

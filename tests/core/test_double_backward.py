@@ -18,7 +18,7 @@ X = torch.ones(2, requires_grad=True)
 COUNTS, MAP = torch.tensor([2, 0, 1]), torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 1]]).bool()
 DIFFERENTIATED = {
     "_Gate",
-    "_AttachLoss",
+    "AttachLoss",
     "_Place",
     "_Refused",
     "_Pad",

@@ -14,7 +14,7 @@ from conformance.engine.run.pool import Pool
 from conformance.families.dispatch.cases import DispatchCase
 from moe_fast.dispatch import wire
 from moe_fast.dispatch.slabs import Room, offsets, slab_of
-from moe_fast.dispatch.steps import collect, send
+from moe_fast.dispatch.steps import Transfer, collect, send
 from moe_fast.launch import tuning
 from moe_fast.quantization.quantized import amax
 from moe_ref.config import Recipe
@@ -106,11 +106,12 @@ def sent_by_kernels(world: World, recipe: Recipe, align: int | None, num_rows: i
         for _ in range(world.ranks)
     ]
     slabs = [slab_of(room, local, [x.data_ptr() for x in memory], lambda: None) for local in memory]
+    transfer = Transfer(num_rows, align or 1, once, recipe=recipe)
     arguments = [
-        (there(world.tokens[r]), there(world.maps[r]), there(world.probs[r]), align or 1, num_rows, slabs[r], r)
+        (there(world.tokens[r]), there(world.maps[r]), there(world.probs[r]), transfer, slabs[r], r)
         for r in range(world.ranks)
     ]
-    return in_step([send(*local, once=once, recipe=recipe) for local in arguments]), slabs
+    return in_step([send(*local) for local in arguments]), slabs
 
 
 def differing_parts(world: World, recipe: Recipe, align: int | None, num_rows: int, got: list) -> list[str]:

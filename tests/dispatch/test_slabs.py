@@ -16,7 +16,7 @@ import moe_ref
 from conformance.judge.exact import bits
 from moe_fast.dispatch import slabs
 from moe_fast.dispatch.slabs import BARRIER_MS, MULTICAST, Room, Slab, slab_for
-from moe_fast.dispatch.steps import run, send
+from moe_fast.dispatch.steps import Transfer, run, send
 from moe_fast.dispatch.symmetric import Early, hybridep_dispatch, start_early
 from moe_ref.config import Recipe
 
@@ -38,7 +38,7 @@ def dispatched(slab: Slab, seed: int) -> bool:
     """Whether a dispatch over this memory, replayed by a graph captured with it, is right."""
     noise = torch.Generator().manual_seed(seed)
     tokens, routing_map = torch.randn((3, 2), generator=noise), torch.rand((3, 2), generator=noise) < 0.7
-    rows, _, counts, _ = run(send(tokens, routing_map, None, 1, 4, slab, 0), slab)
+    rows, _, counts, _ = run(send(tokens, routing_map, None, Transfer(4), slab, 0), slab)
     expected = moe_ref.hybridep_dispatch([tokens], [routing_map], num_rows=4)[0]
     num_used = int(counts.sum())
     return (

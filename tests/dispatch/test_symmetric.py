@@ -17,7 +17,7 @@ from conformance.engine.run.pool import Pool
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.judge.exact import bits
 from moe_fast.dispatch.slabs import Room, offsets, slab_of
-from moe_fast.dispatch.steps import Programs
+from moe_fast.dispatch.steps import Programs, Transfer
 from moe_fast.dispatch.symmetric import Handle, advance, collect, resend, send
 from moe_fast.launch.backend import INTERPRETED
 from tests.honest import direct
@@ -87,12 +87,9 @@ def test_dispatch_combine_and_their_transposes_are_the_references(ranks, align, 
             there(world.tokens[r]),
             there(world.maps[r]),
             there(world.probs[r]),
-            align or 1,
-            num_rows,
+            Transfer(num_rows, align or 1, once, FEW if once else Programs()),
             slabs[r],
             r,
-            once=once,
-            most=FEW if once else Programs(),
         )
         for r in range(ranks)
     ]
@@ -129,7 +126,7 @@ def sent_early(world: World, slabs: list, num_rows: int, travelled: bool = True)
     arguments = [(there(world.tokens[r]), num_rows, slabs[r], r) for r in range(2)]
     if travelled:
         in_step([advance(*local) for local in arguments])
-    local = [(tokens, there(world.maps[r]), None, 1, rows, slab, r) for tokens, rows, slab, r in arguments]
+    local = [(tokens, there(world.maps[r]), None, Transfer(rows), slab, r) for tokens, rows, slab, r in arguments]
     return in_step([send(*x, advanced=lambda: None) for x in local])
 
 
@@ -159,7 +156,7 @@ def test_a_rank_that_copies_to_the_wrong_rows_is_noticed():
     world = World(3, 2, torch.float32, density=0.8)
     slabs = world.slabs(64)
     reference = moe_ref.hybridep_dispatch(world.tokens, world.maps, num_rows=64)
-    start = partial(send, align=1, num_rows=64, probs=None)
+    start = partial(send, transfer=Transfer(64), probs=None)
 
     def is_right(ranks: tuple[int, int]) -> bool:
         got = in_step(

@@ -213,7 +213,9 @@ def test_an_activation_that_a_hook_keeps_is_found(monkeypatch):
 def test_codes_of_rows_that_are_kept_are_found(monkeypatch):
     """A product that is not told that its rows come again keeps their codes."""
     original = mlp.linear_of
-    monkeypatch.setattr(mlp, "linear_of", lambda *x, rows_again=False, **settings: original(*x, **settings))
+    monkeypatch.setattr(
+        mlp, "linear_of", lambda *x, **settings: original(*x[:-1], x[-1]._replace(rows_again=False), **settings)
+    )
     with pytest.raises(AssertionError):
         keeps_tokens_not_rows("permute", recipe=Recipe("current"))
 
@@ -232,9 +234,7 @@ def test_tokens_that_have_changed_are_not_permuted_again():
 
 def test_an_activation_that_the_graph_keeps_is_found(monkeypatch):
     original = mlp._experts
-    monkeypatch.setattr(
-        mlp, "_experts", lambda *inputs, recompute, **settings: original(*inputs, recompute=False, **settings)
-    )
+    monkeypatch.setattr(mlp, "_experts", lambda call, *inputs: original(call._replace(recomputes=False), *inputs))
     with pytest.raises(AssertionError):
         keeps_no_activation()
 
