@@ -20,18 +20,7 @@ import torch
 from torch import Tensor
 
 import moe_fast
-from benchmarks.common import (
-    BF16,
-    DEVICE,
-    FP32,
-    SHAPES,
-    Call,
-    Operation,
-    Shape,
-    measure,
-    parse,
-    replayed,
-)
+from benchmarks.common import BF16, DEVICE, FP32, SHAPES, Call, Operation, Shape, measure, parse, replayed
 from benchmarks.experts import GPT_OSS, Hidden, glu, glu_backward, make_hidden
 from benchmarks.permutation import Problem, make_problem
 from benchmarks.quantization import E4M3_MAX, eager_block, eager_current, eager_delayed, eager_mxfp8, segments

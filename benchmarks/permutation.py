@@ -14,19 +14,7 @@ import torch
 from torch import Tensor
 
 import moe_fast
-from benchmarks.common import (
-    BF16,
-    DEVICE,
-    FP32,
-    SHAPES,
-    TINY_SHAPES,
-    Call,
-    Operation,
-    Shape,
-    measure,
-    parse,
-    replayed,
-)
+from benchmarks.common import BF16, DEVICE, FP32, SHAPES, TINY_SHAPES, Call, Operation, Shape, measure, parse, replayed
 from moe_fast.permutation import row_map as row_maps
 from moe_fast.permutation.permute import merge_backward as launch_merge_backward
 from moe_fast.permutation.permute import move_to_rows, sum_rows
