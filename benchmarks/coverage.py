@@ -31,7 +31,8 @@ SAMPLE = 40  # cases, among which a value must be if no covering array has it
 FEW = 12  # values of an axis that are looked for one by one
 FAST = Implementation(moe_fast, "moe_fast")
 FAMILY_OF = {x.function: name for name, family in zip(NAMES, FAMILIES, strict=False) for x in family.contracts}
-COLUMNS = ("ref", "fast", "contract", "GPU")
+SHOWN = {"ref": "reference", "fast": "fast", "contract": "contract", "GPU": "GPU"}
+COLUMNS = tuple(SHOWN)
 # families of the recorded gate on a GPU, and its record in docs/results
 GATE_ON_A_GPU = "gate-h200"
 GATED_FAMILIES = ("router", "permutation", "quantization", "fused", "experts", "dispatch", "layer", "parameters")
@@ -39,7 +40,8 @@ INTRODUCTION = f"""# Features of Megatron's MoE
 
 Every feature of Megatron-Core's MoE, and whether the reference, `moe_fast` and a contract have it, and
 whether a GPU has run it. The page is computed from the catalogue and from
-`benchmarks/features.toml`, which names the functions, axes and laws of each feature:
+`benchmarks/features.toml`, which names the functions, the values of their axes and the laws of each
+feature:
 
     python -m benchmarks.coverage > docs/coverage.md
 
@@ -48,8 +50,8 @@ whether a GPU has run it. The page is computed from the catalogue and from
 - *contract*: the suite judges the functions, draws the named values of axes, and has the named laws.
 - *GPU*: the [recorded gate](results/index.md#{GATE_ON_A_GPU}) judged the functions of `moe_fast`, or
   another result has the feature.
-- *partly*: some of the feature, the last column says what. –: a rule of the configuration, which needs
-  no twin.
+- *partly*: some of the feature, the last column says what. A rule of the configuration is of the
+  reference alone, and counts in every column of the first table.
 """
 
 
@@ -94,8 +96,7 @@ class Call:
 
     @property
     def text(self) -> str:
-        words = [self.function, *(f"{name}={value}" for name, value in self.values)]
-        return ", ".join([f"`{' '.join(words)}`", *(f"law {name}" for name in self.laws)])
+        return ", ".join([f"`{self.function}`", *(f"law {name}" for name in self.laws)])
 
 
 def calls_of(feature: Feature) -> list[Call]:
@@ -250,13 +251,22 @@ def has(package: Any, names: Iterable[str]) -> bool:
 
 def row(feature: Feature) -> str:
     state = state_of(feature)
-    by = [call.text for call in calls_of(feature)]
+    by = list(dict.fromkeys(call.text for call in calls_of(feature)))
     by += [f"`{package}.{name}`" for package in ("ref", "fast") for name in getattr(feature, package).split()]
     by = [text.replace("`ref.", "`moe_ref.").replace("`fast.", "`moe_fast.") for text in by]
     by += [f"[results](results/index.md#{feature.record})"] if feature.record else []
     what = " · ".join(by) + (": " if by and feature.why else "") + feature.why
-    columns = " | ".join(state[name] for name in COLUMNS)
-    return f"| {feature.number} | {feature.name} | {columns} | {what} |"
+    return f"| {feature.number} | {feature.name} | {where(state)} | {what} |"
+
+
+def where(state: dict[str, str]) -> str:
+    """The columns that have a feature, in words."""
+    complete, partial = ([SHOWN[name] for name in COLUMNS if state[name] == value] for value in (YES, PARTLY))
+    if len(complete) == len(COLUMNS):
+        return "everywhere"
+    texts = [", ".join(complete)] if complete else []
+    texts += [f"partly {', '.join(partial)}"] if partial else []
+    return "; ".join(texts) or "nowhere"
 
 
 def document() -> str:
@@ -264,8 +274,7 @@ def document() -> str:
     lines = [INTRODUCTION, "| family | features | reference | fast | contract | GPU | all four |"]
     lines += ["|---|--:|--:|--:|--:|--:|--:|", *_totals(), ""]
     for title, features in SECTIONS.items():
-        lines += [f"## {title}\n", "| # | feature | reference | fast | contract | GPU | by what |"]
-        lines += ["|--:|---|---|---|---|---|---|", *map(row, features), ""]
+        lines += [f"## {title}\n", "| # | feature | where | by what |", "|--:|---|---|---|", *map(row, features), ""]
     return "\n".join(lines)
 
 
