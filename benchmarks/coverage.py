@@ -38,19 +38,20 @@ GATE_ON_A_GPU = "gate-h200"
 GATED_FAMILIES = ("router", "permutation", "quantization", "fused", "experts", "dispatch", "layer", "parameters")
 INTRODUCTION = f"""# Features of Megatron's MoE
 
-Every feature of Megatron-Core's MoE, and whether the reference, `moe_fast` and a contract have it, and
-whether a GPU has run it. The page is computed from the catalogue and from
+Every feature of Megatron-Core's MoE, and whether the reference, `moe_fast` and a contract have it,
+and whether a GPU has run it. The page is computed from the catalogue and from
 `benchmarks/features.toml`, which names the functions, the values of their axes and the laws of each
 feature:
 
     python -m benchmarks.coverage > docs/coverage.md
 
-- *reference*, *fast*: `moe_ref` and `moe_fast` have the named functions, and `moe_fast` supports the
-  named call.
-- *contract*: the suite judges the functions, draws the named values of axes, and has the named laws.
-- *GPU*: the [recorded gate](results/index.md#{GATE_ON_A_GPU}) judged the functions of `moe_fast`, or
-  another result has the feature.
-- *partly*: some of the feature, the last column says what. A rule of the configuration is of the
+- *reference*, *fast*: `moe_ref` and `moe_fast` have the named functions, and `moe_fast` supports
+  the named call.
+- *contract*: the suite judges the functions, draws the named values of axes, and has the named
+  laws.
+- *GPU*: the [recorded gate](results/index.md#{GATE_ON_A_GPU}) judged the functions of `moe_fast`,
+  or another result has the feature.
+- *partly*: some of the feature; the last column says what. A rule of the configuration is of the
   reference alone, and counts in every column of the first table.
 """
 
