@@ -61,5 +61,4 @@ rediscover: setup
 	$(BIN)/python -m evidence.rediscovery
 
 bench: setup
-	$(BIN)/python -m benchmarks.harness
-	if $(BIN)/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python -m benchmarks.permutation; fi
+	$(BIN)/python -m conformance bench

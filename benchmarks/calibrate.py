@@ -98,9 +98,9 @@ def signed(source: np.random.Generator, rows: int, terms: int, one_sign: bool) -
 
 
 def expected_product(a_MK: Tensor, b_NK: Tensor, reference_MN: Tensor) -> RowWise:
-    left, right, terms = a_MK.double(), b_NK.double().T, a_MK.shape[1]
-    magnitude, accumulator = left.abs() @ right.abs(), accumulating(torch.float32, a_MK.dtype)
-    bounded = contraction_bound(left @ right, magnitude, terms, reference_MN.dtype, accumulator)
+    rows, columns, terms = a_MK.double(), b_NK.double().T, a_MK.shape[1]
+    magnitude, accumulator = rows.abs() @ columns.abs(), accumulating(torch.float32, a_MK.dtype)
+    bounded = contraction_bound(rows @ columns, magnitude, terms, reference_MN.dtype, accumulator)
     return ratio_judged(
         row_wise(bounded, reference_MN, magnitude, terms, accumulator=accumulator, limits=Limits(**LEAST))
     )
@@ -168,10 +168,10 @@ def scaled_codes(x: Tensor) -> tuple[Tensor, Tensor]:
 def expected_scaled_product(
     a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, accumulator: Accumulator = HOPPER_FP8
 ) -> RowWise:
-    left, right, terms = a_MK.double() * scale.double(), b_NK.double().T, a_MK.shape[1]
-    magnitude = left.abs() @ right.abs()
+    rows, columns, terms = a_MK.double() * scale.double(), b_NK.double().T, a_MK.shape[1]
+    magnitude = rows.abs() @ columns.abs()
     reference = (contraction(a_MK.float(), b_NK.float(), WHOLE_PRODUCT) * scale).to(dtype)
-    bounded = contraction_bound(left @ right, magnitude, terms, dtype, accumulator)
+    bounded = contraction_bound(rows @ columns, magnitude, terms, dtype, accumulator)
     return ratio_judged(row_wise(bounded, reference, magnitude, terms, accumulator=accumulator, limits=Limits(**LEAST)))
 
 
@@ -214,10 +214,12 @@ def kinds(device: str) -> dict[str, Callable[[int], Iterator[Run]]]:
     }
     signs = {"": False, ", one sign": True}
     out |= {
-        f"{name} {'×'.join(map(str, shape))} into fp32{sign}": partial(long_products, device, names[name], shape, one)
+        f"{name} {'×'.join(map(str, shape))} into fp32{sign}": partial(
+            long_products, device, names[name], shape, one_sign
+        )
         for name in ("bf16", "fp16")
         for shape in LONG_SHAPES
-        for sign, one in signs.items()
+        for sign, one_sign in signs.items()
     }
     if device == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -226,9 +228,9 @@ def kinds(device: str) -> dict[str, Callable[[int], Iterator[Run]]]:
         out["bf16 grouped"] = partial(grouped, device, torch.bfloat16)
         if torch.cuda.get_device_capability()[0] == 9:  # HOPPER_FP8 models this one only
             out |= {
-                f"fp8 {'×'.join(map(str, shape))}{sign}": partial(scaled_products, device, shape, one)
+                f"fp8 {'×'.join(map(str, shape))}{sign}": partial(scaled_products, device, shape, one_sign)
                 for shape in SCALED_SHAPES
-                for sign, one in signs.items()
+                for sign, one_sign in signs.items()
             }
         return out  # the other two are always emulated on the CPU
     return out | {"bf16 experts": experts, "fp8 blocks": block_scaled}
@@ -289,8 +291,8 @@ def judged_with() -> dict[str, Any]:
 
 def digest(record: dict[str, Any]) -> str:
     """The digest of the record's other entries."""
-    rest = {key: value for key, value in record.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+    content = {key: value for key, value in record.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
 def measured(device: str, runs: int) -> dict[str, Any]:
@@ -337,9 +339,9 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="write nothing")
     options = parser.parse_args()
     calibration = measured(options.device, options.runs)
-    before = json.loads(CALIBRATION.read_text())["calibrations"] if CALIBRATION.exists() else []
-    others = [other for other in before if other["hardware"] != calibration["hardware"]]
-    calibrations = [*others, calibration]
+    earlier_calibrations = json.loads(CALIBRATION.read_text())["calibrations"] if CALIBRATION.exists() else []
+    other_machines = [entry for entry in earlier_calibrations if entry["hardware"] != calibration["hardware"]]
+    calibrations = [*other_machines, calibration]
     record: dict[str, Any] = {"alpha": ALPHA, "cases": CASES, "least": LEAST, "calibrations": calibrations}
     record["limits"] = limits_of(record)
     record["digest"] = digest(record)

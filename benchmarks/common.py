@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from moe_fast.launch.backend import INTERPRETED, triton
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 FP32 = 4  # bytes per element
-REST_SECONDS = 0.3  # the GPU clock recovers
+PAUSE = 0.3  # seconds in which the GPU clock recovers
 BURST_CALLS = 4  # ends before the GPU clock falls
 
 
@@ -71,7 +72,7 @@ def replayed(versions: Mapping[str, Call], blocks: int, reps: int, calls: int = 
     return rotated({name: [call] * calls for name, call in versions.items()}, blocks, reps)
 
 
-def bursts(versions: Mapping[str, Call], blocks: int, reps: int, rest: float = REST_SECONDS) -> Times:
+def bursts(versions: Mapping[str, Call], blocks: int, reps: int, pause: float = PAUSE) -> Times:
     """The GPU rests, one call warms up, a few calls are timed together: power sets the clock.
 
     The order of the versions differs in each of `blocks` rounds.
@@ -83,16 +84,21 @@ def bursts(versions: Mapping[str, Call], blocks: int, reps: int, rest: float = R
     torch.cuda.synchronize()
     for _ in range(blocks):
         for name in order.sample(list(versions), len(versions)):
-            time.sleep(rest)
+            time.sleep(pause)
             versions[name]()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for _ in range(BURST_CALLS):
-                versions[name]()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(begin.elapsed_time(end) * 1e3 / BURST_CALLS)
-    return {name: statistics.median(each) for name, each in times.items()}
+            times[name].append(elapsed_us(versions[name], BURST_CALLS))
+    return {name: statistics.median(measured) for name, measured in times.items()}
+
+
+def elapsed_us(call: Call, calls: int = 1) -> float:
+    """The mean time of a call between two events of the stream, of several calls in succession."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / calls
 
 
 # --- one run
@@ -148,11 +154,10 @@ def measure(operations: Callable[[Any], Iterable[Operation]], options: argparse.
         for name, shape in options.shapes.items():
             print(f"{name}: {len(list(operations(shape)))} operations checked", flush=True)
         return
-    versions = f"torch {torch.__version__}, Triton {triton.__version__}"
-    print(f"{torch.cuda.get_device_name()}, {versions}, T = {options.tokens}")
+    print(heading(options.tokens))
     top, started = ceilings(options.blocks, options.reps), time.perf_counter()
     print("TB/s: " + ", ".join(f"{name} {rate:.2f}" for name, rate in top.items()))
-    print(table("", ["shape", "operation", "size", "floor µs", "µs", "÷ floor", "TFLOP/s", "others (÷ the first)"], []))
+    print(table("", ["shape", "operation", "size", "floor µs", "µs", "÷ floor", "TFLOP/s", "peers (÷ the first)"], []))
     results: dict[str, dict[str, Any]] = {}
     for name, shape in options.shapes.items():
         torch._dynamo.reset()  # no limit on compilations per shape
@@ -161,11 +166,21 @@ def measure(operations: Callable[[Any], Iterable[Operation]], options: argparse.
                 result = timed(operation, top["copy"], options)
                 results.setdefault(name, {})[operation.title] = result
                 print(line([name, operation.title, operation.size, *cells(result)]), flush=True)
-    after = ceilings(options.blocks, options.reps)
-    print(f"\ncopy {after['copy']:.2f} TB/s at the end; {time.perf_counter() - started:.0f} s")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"ceilings": top, "ceilings_after": after, "operations": results}, file, indent=1)
+    last = ceilings(options.blocks, options.reps)
+    print(f"\ncopy {last['copy']:.2f} TB/s at the end; {time.perf_counter() - started:.0f} s")
+    write(options.json, results, ceilings=top, ceilings_after=last)
+
+
+def heading(tokens: int, gpus: int = 1) -> str:
+    """The machine, the versions and the number of tokens of a run."""
+    machine = torch.cuda.get_device_name() if gpus == 1 else f"{gpus} × {torch.cuda.get_device_name()}"
+    return f"{machine}, torch {torch.__version__}, Triton {triton.__version__}, T = {tokens}"
+
+
+def write(path: str | None, operations: Mapping[str, Any], **figures: Any) -> None:
+    """Write the figures as JSON for `moe-conformance bench`, if there is a path."""
+    if path:
+        Path(path).write_text(json.dumps(figures | {"operations": operations}, indent=1))
 
 
 def timed(operation: Operation, copy: float, options: argparse.Namespace) -> dict[str, Any]:
@@ -182,14 +197,14 @@ def timed(operation: Operation, copy: float, options: argparse.Namespace) -> dic
 
 def cells(result: Mapping[str, Any]) -> list[str]:
     """The cells of a line."""
-    (_, ours), *others = result["us"].items()
+    (_, ours), *peers = result["us"].items()
     floor, flops = result["floor_us"], result["flops"]
     return [
         f"{floor:.1f}" if floor else "",
         f"{ours:.1f}",
         f"{ours / floor:.3f}" if floor else "",
         f"{flops / ours / 1e6:.0f}" if flops else "",
-        ", ".join(f"{name} {us:.1f} ({us / ours:.3f})" for name, us in others),
+        ", ".join(f"{name} {us:.1f} ({us / ours:.3f})" for name, us in peers),
     ]
 
 
@@ -202,7 +217,7 @@ def table(title: str, header: list[str], lines: list[list[str]]) -> str:
     return "\n".join([f"\n{title}\n" if title else "", *map(line, [header, ["---"] * len(header), *lines])])
 
 
-# --- checks
+# --- graphs
 
 
 def captured(step: Callable[[], Sequence[Tensor]], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
@@ -226,16 +241,3 @@ def captured(step: Callable[[], Sequence[Tensor]], pool: Any = None) -> tuple[to
     with torch.cuda.graph(graph, pool=pool):
         results = step()
     return graph, results
-
-
-def check_replays(step: Callable[[], Sequence[Tensor]], changes: Iterable[Call]) -> None:
-    """Checks that a captured step never waits for the device and follows changed inputs.
-
-    Raises:
-        AssertionError: a replay differs from a call.
-    """
-    graph, results = captured(step)
-    for change in changes:
-        change()
-        graph.replay()
-        assert all(torch.equal(x, y) for x, y in zip(results, step(), strict=True))

@@ -1,23 +1,24 @@
-"""What of Megatron's MoE is there, judged, and run on a GPU: docs/coverage.md from the catalogue.
+"""The page of Megatron's features, docs/coverage.md, from the catalogue.
 
-python -m benchmarks.coverage > docs/coverage.md
+    python -m benchmarks.coverage > docs/coverage.md
 
-The data is `benchmarks.features`. A feature is in the reference and in `moe_fast` if these have the
-functions that it names; it is judged if a contract draws the values of axes and has the laws that
-it names; a GPU has run it if the recorded gate judged these functions.
+The data is `features.toml`. A feature is in the reference and in `moe_fast` if these have the
+functions that it names. It is judged if a contract draws the values of axes and has the laws that
+it names. A GPU has run it if the recorded gate judged these functions.
 """
 
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import moe_fast
 import moe_fast.dispatch.overlap
 import moe_ref
 import moe_ref.config
-from benchmarks.features import COLUMNS, GATE_ON_A_GPU, GATED_FAMILIES, SECTIONS, Feature
 from conformance.catalogue import CONTRACTS, FAMILIES, NAMES
 from conformance.core.axes import Axis, Choice, Words
 from conformance.core.scope import Scope
@@ -29,23 +30,61 @@ YES, PARTLY, NO, NO_TWIN = "yes", "partly", "no", "–"
 SAMPLE = 40  # cases, among which a value must be if no covering array has it
 FEW = 12  # values of an axis that are looked for one by one
 FAST = Implementation(moe_fast, "moe_fast")
-FAMILY_OF = {one.function: name for name, family in zip(NAMES, FAMILIES, strict=False) for one in family.contracts}
+FAMILY_OF = {x.function: name for name, family in zip(NAMES, FAMILIES, strict=False) for x in family.contracts}
+SHOWN = {"ref": "reference", "fast": "fast", "contract": "contract", "GPU": "GPU"}
+COLUMNS = tuple(SHOWN)
+# families of the recorded gate on a GPU, and its record in docs/results
+GATE_ON_A_GPU = "gate-h200"
+GATED_FAMILIES = ("router", "permutation", "quantization", "fused", "experts", "dispatch", "layer", "parameters")
 INTRODUCTION = f"""# Features of Megatron's MoE
 
-Every feature of Megatron-Core's MoE, and whether the reference, `moe_fast` and a contract have it, and
-whether a GPU has run it. The page is computed from the catalogue and from `benchmarks/features.py`,
-which names the functions, axes and laws of each feature:
+Every feature of Megatron-Core's MoE, and whether the reference, `moe_fast` and a contract have it,
+and whether a GPU has run it. The page is computed from the catalogue and from
+`benchmarks/features.toml`, which names the functions, the values of their axes and the laws of each
+feature:
 
     python -m benchmarks.coverage > docs/coverage.md
 
-- *reference*, *fast*: `moe_ref` and `moe_fast` have the named functions, and `moe_fast` supports the
-  named call.
-- *contract*: the suite judges the functions, draws the named values of axes, and has the named laws.
-- *GPU*: the [recorded gate](results/index.md#{GATE_ON_A_GPU}) judged the functions of `moe_fast`, or
-  another result has the feature.
-- *partly*: some of the feature, the last column says what. –: a rule of the configuration, which needs
-  no twin.
+- *reference*, *fast*: `moe_ref` and `moe_fast` have the named functions, and `moe_fast` supports
+  the named call.
+- *contract*: the suite judges the functions, draws the named values of axes, and has the named
+  laws.
+- *GPU*: the [recorded gate](results/index.md#{GATE_ON_A_GPU}) judged the functions of `moe_fast`,
+  or another result has the feature.
+- *partly*: some of the feature; the last column says what. A rule of the configuration is of the
+  reference alone, and counts in every column of the first table.
 """
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature of Megatron's MoE, and what of this project has it."""
+
+    number: int
+    name: str
+    calls: str = ""  # judged functions with values of axes and laws: "permute align=256 law:split; unpermute"
+    ref: str = ""  # names of moe_ref in addition to the calls
+    fast: str = ""  # names of moe_fast in addition to the calls
+    partly: str = ""  # columns that have some of the feature
+    rule: bool = False  # a rule of the configuration, which moe_fast does not need
+    record: str = ""  # the name in docs/results of what a GPU ran and no contract judges
+    why: str = ""  # the reason why a column is not yes
+
+
+def read_sections() -> dict[str, list[Feature]]:
+    """The features of `features.toml` by the title of their section."""
+    tables = tomllib.loads(Path(__file__).with_name("features.toml").read_text())
+    sections: dict[str, list[Feature]] = {}
+    number = 0
+    for title, fields_by_name in tables.items():
+        sections[title] = []
+        for name, fields in fields_by_name.items():
+            number += 1
+            sections[title].append(Feature(number, name, **fields))
+    return sections
+
+
+SECTIONS = read_sections()
 
 
 @dataclass(frozen=True)
@@ -58,8 +97,7 @@ class Call:
 
     @property
     def text(self) -> str:
-        words = [self.function, *(f"{name}={value}" for name, value in self.values)]
-        return ", ".join([f"`{' '.join(words)}`", *(f"law {name}" for name in self.laws)])
+        return ", ".join([f"`{self.function}`", *(f"law {name}" for name in self.laws)])
 
 
 def calls_of(feature: Feature) -> list[Call]:
@@ -68,19 +106,19 @@ def calls_of(feature: Feature) -> list[Call]:
     Raises:
         LookupError: an axis or a law that the function does not have.
     """
-    found = []
+    calls = []
     for text in filter(None, feature.calls.split(";")):
         function, *words = text.split()
         laws = tuple(word.removeprefix("law:") for word in words if "=" not in word)
         call = Call(function, tuple((*word.split("="),) for word in words if "=" in word), laws)  # type: ignore[misc]
         if function not in CONTRACTS:
             raise LookupError(f"feature {feature.number} names {function}, which no contract judges")
-        known = {"axis": {axis.name for axis in scope_of(function).axes}, "law": set(CONTRACTS[function].laws)}
+        existing = {"axis": {axis.name for axis in scope_of(function).axes}, "law": set(CONTRACTS[function].laws)}
         for kind, names in (("axis", dict(call.values)), ("law", call.laws)):
-            if unknown := set(names) - known[kind]:
+            if unknown := set(names) - existing[kind]:
                 raise LookupError(f"feature {feature.number}: {function} has no {kind} {unknown.pop()}")
-        found.append(call)
-    return found
+        calls.append(call)
+    return calls
 
 
 @cache
@@ -94,15 +132,15 @@ def parsed(axis: Axis, text: str) -> Any:
     Raises:
         LookupError: the axis has no such value.
     """
-    known = [*axis.values, *axis.also] if isinstance(axis, Choice) else []
-    found: Any = next((value for value in known if str(value) == text), None)
-    if found is None and isinstance(axis.default, tuple):
-        found = tuple(map(int, text.split(",")))
-    elif found is None:
-        found = int(text) if text.lstrip("-").isdigit() else text
-    if wanted := axis.wrong(found):
-        raise LookupError(f"{axis.name} has no value {text!r}; it has {wanted}")
-    return found
+    choices = [*axis.values, *axis.also] if isinstance(axis, Choice) else []
+    value: Any = next((choice for choice in choices if str(choice) == text), None)
+    if value is None and isinstance(axis.default, tuple):
+        value = tuple(map(int, text.split(",")))
+    elif value is None:
+        value = int(text) if text.lstrip("-").isdigit() else text
+    if legal := axis.wrong(value):
+        raise LookupError(f"{axis.name} has no value {text!r}; it has {legal}")
+    return value
 
 
 @cache
@@ -118,7 +156,7 @@ def case_of(call: Call) -> Any:
 
     def tried() -> Iterator[Any]:
         yield scope.mended(scope.case(wanted))
-        yield from (scope.mended(one.changed(**wanted)) for one in some_of(call.function))
+        yield from (scope.mended(case.changed(**wanted)) for case in some_of(call.function))
 
     for case in filter(scope.fits, tried()):
         if all(getattr(case, name) == value for name, value in wanted.items()):
@@ -130,19 +168,19 @@ def case_of(call: Call) -> Any:
 def some_of(function: str) -> list[Any]:
     """Shapes that always run, and some drawn cases."""
     scope = scope_of(function)
-    return [*scope.always(), *(one for one in drawn(scope.drawn(), 1, SAMPLE) if not one.golden)]
+    return [*scope.always(), *(case for case in drawn(scope.drawn(), 1, SAMPLE) if not case.golden)]
 
 
 @cache
 def covered(function: str) -> dict[str, set[Any]]:
     """The values of each field in the function's covering array."""
-    scope, found = scope_of(function), {}  # type: ignore[var-annotated]
+    scope = scope_of(function)
     shapes = scope.contract.shapes
-    for values in scope.covered_axes(shapes.covered, shapes.together(scope)).values():
-        for changes in values:
-            for name, value in changes:
-                found.setdefault(name, set()).add(value)
-    return found
+    values_of: dict[str, set[Any]] = {}
+    for rows in scope.covered_axes(shapes.covered, shapes.together(scope)).values():
+        for name, value in (change for changes in rows for change in changes):
+            values_of.setdefault(name, set()).add(value)
+    return values_of
 
 
 def is_drawn(call: Call) -> bool:
@@ -156,16 +194,15 @@ def is_drawn(call: Call) -> bool:
 
 def _occurs(function: str, axis: Axis, value: Any) -> bool:
     if isinstance(axis, Words):
-        return all(_has_word(function, axis.name, word) for word in value.split("+"))
+        words = {word for text in _values(function, axis.name) for word in text.split("+")}
+        return words >= set(value.split("+"))
     if not isinstance(axis, Choice) or len(axis.values + axis.also) > FEW:
         return True
-    cases = (getattr(one, axis.name) for one in some_of(function))
-    return value in covered(function).get(axis.name, ()) or value in cases
+    return value in _values(function, axis.name)
 
 
-def _has_word(function: str, name: str, word: str) -> bool:
-    given = (*covered(function).get(name, ()), *(getattr(one, name) for one in some_of(function)))
-    return any(word in value.split("+") for value in given)
+def _values(function: str, name: str) -> list[Any]:
+    return [*covered(function).get(name, ()), *(getattr(case, name) for case in some_of(function))]
 
 
 @cache
@@ -174,7 +211,7 @@ def is_supported(call: Call) -> bool:
     contract = CONTRACTS[call.function]
     problem = contract.problem(case_of(call))
     offered = all(map(FAST.offers, (call.function, *contract.companions)))
-    lacking = [one for one in FAST.lacks(call.function, problem.settings) if one not in contract.redundant]
+    lacking = [name for name in FAST.lacks(call.function, problem.settings) if name not in contract.redundant]
     return offered and not lacking and FAST.supports(call.function, problem.shown) is None
 
 
@@ -194,10 +231,9 @@ def state_of(feature: Feature) -> dict[str, str]:
         "contract": bool(calls) and all(map(is_drawn, calls)),
         "GPU": bool(feature.record) or (bool(calls) and fast and gated),
     }
-    found = {name: YES if yes else NO for name, yes in there.items()}
-    found |= {name: PARTLY for name in feature.partly.split() if there[name]}
-    found |= dict.fromkeys(feature.lacks.split(), NO)
-    return found | (dict.fromkeys(COLUMNS[1:], NO_TWIN) if feature.rule else {})
+    state = {name: YES if yes else NO for name, yes in there.items()}
+    state |= {name: PARTLY for name in feature.partly.split() if there[name]}
+    return state | (dict.fromkeys(COLUMNS[1:], NO_TWIN) if feature.rule else {})
 
 
 def has(package: Any, names: Iterable[str]) -> bool:
@@ -216,13 +252,22 @@ def has(package: Any, names: Iterable[str]) -> bool:
 
 def row(feature: Feature) -> str:
     state = state_of(feature)
-    by = [call.text for call in calls_of(feature)]
+    by = list(dict.fromkeys(call.text for call in calls_of(feature)))
     by += [f"`{package}.{name}`" for package in ("ref", "fast") for name in getattr(feature, package).split()]
     by = [text.replace("`ref.", "`moe_ref.").replace("`fast.", "`moe_fast.") for text in by]
     by += [f"[results](results/index.md#{feature.record})"] if feature.record else []
     what = " · ".join(by) + (": " if by and feature.why else "") + feature.why
-    columns = " | ".join(state[name] for name in COLUMNS)
-    return f"| {feature.number} | {feature.name} | {columns} | {what} |"
+    return f"| {feature.number} | {feature.name} | {where(state)} | {what} |"
+
+
+def where(state: dict[str, str]) -> str:
+    """The columns that have a feature, in words."""
+    complete, partial = ([SHOWN[name] for name in COLUMNS if state[name] == value] for value in (YES, PARTLY))
+    if len(complete) == len(COLUMNS):
+        return "everywhere"
+    texts = [", ".join(complete)] if complete else []
+    texts += [f"partly {', '.join(partial)}"] if partial else []
+    return "; ".join(texts) or "nowhere"
 
 
 def document() -> str:
@@ -230,15 +275,14 @@ def document() -> str:
     lines = [INTRODUCTION, "| family | features | reference | fast | contract | GPU | all four |"]
     lines += ["|---|--:|--:|--:|--:|--:|--:|", *_totals(), ""]
     for title, features in SECTIONS.items():
-        lines += [f"## {title}\n", "| # | feature | reference | fast | contract | GPU | by what |"]
-        lines += ["|--:|---|---|---|---|---|---|", *map(row, features), ""]
+        lines += [f"## {title}\n", "| # | feature | where | by what |", "|--:|---|---|---|", *map(row, features), ""]
     return "\n".join(lines)
 
 
 def _totals() -> Iterator[str]:
-    everything = [one for features in SECTIONS.values() for one in features]
-    for title, features in [*SECTIONS.items(), ("**all**", everything)]:
-        states = [state_of(one) for one in features]
+    all_features = [feature for features in SECTIONS.values() for feature in features]
+    for title, features in [*SECTIONS.items(), ("**all**", all_features)]:
+        states = list(map(state_of, features))
         fine = [[state[name] in (YES, NO_TWIN) for name in COLUMNS] for state in states]
         counts = [sum(column) for column in zip(*fine, strict=True)]
         yield f"| {title} | {len(features)} | {' | '.join(map(str, counts))} | {sum(map(all, fine))} |"

@@ -11,7 +11,6 @@ on two processes without a GPU.
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -29,7 +28,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import moe_fast
-from benchmarks.common import DEVICE, Call, captured, table
+from benchmarks.common import DEVICE, Call, captured, elapsed_us, heading, table, write
 from moe_fast.dispatch import symmetric
 from moe_fast.dispatch.overlap import beside
 from moe_fast.dispatch.slabs import _slabs
@@ -57,11 +56,11 @@ def peer_copy_kernel(rows_ptr, table_ptr, rank, num_ranks, num_columns, WRITE: t
     local_ptr = rows_ptr + row * num_columns
     for first in range(0, num_columns, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
-        inside = h < num_columns
+        in_row = h < num_columns
         if WRITE:
-            tl.store(peer_ptr + h, tl.load(local_ptr + h, mask=inside), mask=inside)
+            tl.store(peer_ptr + h, tl.load(local_ptr + h, mask=in_row), mask=in_row)
         else:
-            tl.store(local_ptr + h, tl.load(peer_ptr + h, mask=inside), mask=inside)
+            tl.store(local_ptr + h, tl.load(peer_ptr + h, mask=in_row), mask=in_row)
 
 
 class Bench:
@@ -83,8 +82,8 @@ class Bench:
     def wire_rows(self) -> tuple[int, int]:
         """Rows that leave this rank: copies, and distinct (token, rank) pairs."""
         by_rank = self.map.unflatten(1, (self.ranks, -1))
-        others = torch.arange(self.ranks, device=DEVICE) != self.rank
-        return int(by_rank.sum(2)[:, others].sum()), int(by_rank.any(2)[:, others].sum())
+        is_remote = torch.arange(self.ranks, device=DEVICE) != self.rank
+        return int(by_rank.sum(2)[:, is_remote].sum()), int(by_rank.any(2)[:, is_remote].sum())
 
     def eager(self) -> Tensor:
         """index_select, all_to_all_single with split lists on the host, index_add in float32."""
@@ -96,16 +95,16 @@ class Bench:
         by_rank = counts.unflatten(1, (self.ranks, local)).sum(2).tolist()
         send, receive = by_rank[self.rank], [row[self.rank] for row in by_rank]
         token = copy // self.topk
-        sent = self.tokens.index_select(0, token)
-        arrived = sent.new_empty((sum(receive), sent.shape[1]))
-        dist.all_to_all_single(arrived, sent, receive, send)
+        copies = self.tokens.index_select(0, token)
+        arrived = copies.new_empty((sum(receive), copies.shape[1]))
+        dist.all_to_all_single(arrived, copies, receive, send)
         chunks = counts[:, self.rank * local : (self.rank + 1) * local].flatten()
         chunk = torch.arange(len(chunks), device=DEVICE).repeat_interleave(chunks, output_size=len(arrived))
         order = (chunk % local).sort(stable=True).indices
         rows = arrived.index_select(0, order)
-        back = torch.empty_like(rows).index_copy_(0, order, rows)
-        home = torch.empty_like(sent)
-        dist.all_to_all_single(home, back, send, receive)
+        outputs = torch.empty_like(rows).index_copy_(0, order, rows)
+        home = torch.empty_like(copies)
+        dist.all_to_all_single(home, outputs, send, receive)
         out = torch.zeros(self.tokens.shape, dtype=torch.float32, device=DEVICE)
         return out.index_add_(0, token, home.float()).to(self.tokens.dtype)
 
@@ -150,10 +149,10 @@ class Bench:
         per_rank = self.map.unflatten(1, (self.ranks, -1)).sum(2)
         total = torch.zeros(self.tokens.shape, dtype=torch.float32, device=DEVICE)
         for rank in range(self.ranks):
-            part = torch.zeros_like(total)
+            rank_sum = torch.zeros_like(total)
             for n in range(int(per_rank.max())):
-                part += torch.where((per_rank[:, rank] > n)[:, None], self.tokens.float(), 0.0)
-            total += part.bfloat16().float()
+                rank_sum += torch.where((per_rank[:, rank] > n)[:, None], self.tokens.float(), 0.0)
+            total += rank_sum.bfloat16().float()
         return total.bfloat16()
 
     def check(self) -> None:
@@ -209,35 +208,29 @@ class Bench:
         }
 
 
-def timed(versions: Mapping[str, Call], turns: int, calls: int, rest: float = 0) -> dict[str, float]:
-    """µs per version on the slowest rank: medians of turns after a warm-up, each after a rest of
+def timed(versions: Mapping[str, Call], turns: int, calls: int, pause: float = 0) -> dict[str, float]:
+    """µs per version on the slowest rank: medians of turns after a warm-up, each after a pause of
     seconds.
     """
     times: dict[str, list[float]] = {name: [] for name in versions}
     for turn in range(turns + 1):
         for name, run in versions.items():
             torch.cuda.synchronize()
-            time.sleep(rest)
+            time.sleep(pause)
             dist.barrier()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for _ in range(calls):
-                run()
-            end.record()
-            end.synchronize()
-            slowest = torch.tensor(begin.elapsed_time(end) * 1000 / calls, device="cuda")
+            slowest = torch.tensor(elapsed_us(run, calls), device="cuda")
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if turn:
                 times[name].append(slowest.item())
-    return {name: statistics.median(each) for name, each in times.items()}
+    return {name: statistics.median(measured) for name, measured in times.items()}
 
 
 def wire_bytes(version: str, hidden: int, copies: int, distinct: int) -> int:
     """Bytes that leave this rank in a call."""
     rows = distinct if version.startswith(("symmetric", "  ")) and "duplicates" not in version else copies
-    plain, codes = rows * 2 * hidden, rows * (hidden + 4 * -(-hidden // 128))
-    out = codes if "quantised" in version else plain
-    return out if version.startswith("  ") else out + plain
+    unquantized, codes = rows * 2 * hidden, rows * (hidden + 4 * -(-hidden // 128))
+    out = codes if "quantised" in version else unquantized
+    return out if version.startswith("  ") else out + unquantized
 
 
 def ceilings(bench: Bench, turns: int) -> dict[str, float]:
@@ -271,21 +264,18 @@ def lines_of(name: str, figures: dict[str, Any]) -> list[list[str]]:
 
 
 def report(figures: dict[str, Any], options: argparse.Namespace) -> None:
-    versions = f"torch {torch.__version__}, Triton {triton.__version__}"
-    print(f"{options.ranks} × {torch.cuda.get_device_name()}, {versions}, T = {options.tokens} per rank")
-    lines = [line for name, each in figures.items() for line in lines_of(name, each)]
+    print(heading(options.tokens, options.ranks))
+    lines = [line for name, by_version in figures.items() for line in lines_of(name, by_version)]
     print(table("Dispatch and combine", ["shape", "version", "µs", "eager ÷", "wire GB/s"], lines))
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"operations": operations_of(figures, options.ranks)}, file, indent=1)
+    write(options.json, operations_of(figures, options.ranks))
 
 
 def operations_of(figures: dict[str, Any], ranks: int) -> dict[str, Any]:
     """The figures as `moe-conformance bench` compares them: each version with the eager one."""
     out = {}
-    for name, each in figures.items():
-        ours = [version for version in each["us"] if version != EAGER]
-        out[f"{name}, {ranks} ranks"] = {"dispatch and combine": each | {"ours": ours}}
+    for name, by_version in figures.items():
+        ours = [version for version in by_version["us"] if version != EAGER]
+        out[f"{name}, {ranks} ranks"] = {"dispatch and combine": by_version | {"ours": ours}}
     return out
 
 
@@ -320,12 +310,12 @@ def run(rank: int, options: argparse.Namespace) -> None:
         print("all versions are correct") if options.quick else report(figures, options)
 
 
-def parse(document: str | None, tokens: int, shapes: str, known: Iterable[str], turns: int, calls: int) -> Any:
+def parse(document: str | None, tokens: int, shapes: str, names: Iterable[str], turns: int, calls: int) -> Any:
     """The options of a run on several ranks; `tokens`, `shapes`, `turns` and `calls` by default."""
     parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--tokens", type=int, default=tokens, help="per rank")
-    parser.add_argument("--shapes", default=shapes, help=f"of {', '.join(known)}, separated by commas")
+    parser.add_argument("--shapes", default=shapes, help=f"of {', '.join(names)}, separated by commas")
     parser.add_argument("--turns", type=int, default=turns)
     parser.add_argument("--calls", type=int, default=calls, help="per turn")
     parser.add_argument("--port", type=int, default=29531)

@@ -51,16 +51,16 @@ def cases(function: str, kind: str, seeds: int) -> Iterator[ActivationCase]:
 
 def judge(implementation: Implementation, function: str, kind: str, seeds: int, device: str) -> list[str]:
     """Judge an activation and print a line; returns the findings."""
-    started, count, wrong = time.perf_counter(), 0, []
+    started, count, findings = time.perf_counter(), 0, []
     for case in cases(function, kind, seeds):
         outcome = evaluate(case, implementation, device)
         count += 1
         if outcome.status != "PASS":
-            wrong.append(f"{told(outcome)}\n  case {case.text}")
+            findings.append(f"{told(outcome)}\n  case {case.text}")
     numbers = count * EVERY["tokens"] * EVERY["width"]
     seconds = time.perf_counter() - started
-    print(f"{function} {kind}: {count} cases, {numbers:,} numbers, {len(wrong)} wrong, {seconds:.1f} s", flush=True)
-    return wrong
+    print(f"{function} {kind}: {count} cases, {numbers:,} numbers, {len(findings)} wrong, {seconds:.1f} s", flush=True)
+    return findings
 
 
 def main() -> None:
@@ -71,14 +71,14 @@ def main() -> None:
     implementation, device = load(options.impl), chosen_device("auto")
     poison.install()
     fast_interpreter.install()
-    wrong = [
+    findings = [
         finding
         for function, kinds in KINDS.items()
         for kind in kinds
         for finding in judge(implementation, function, kind, options.seeds, device)
     ]
-    print("\n".join(wrong) or f"{options.impl} on {device}: every result is right")
-    sys.exit(bool(wrong))
+    print("\n".join(findings) or f"{options.impl} on {device}: every result is right")
+    sys.exit(bool(findings))
 
 
 if __name__ == "__main__":

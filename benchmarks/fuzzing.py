@@ -1,4 +1,4 @@
-"""How many cases find a planted defect: blind draws, and the parts of the search.
+"""Counts the cases that find a planted defect, by blind draws and by the steps of the search.
 
     python -m benchmarks.fuzzing --function permute --most 600 --seeds 3 > table
 
@@ -28,7 +28,7 @@ BATCH = 50
 NEVER = 10**9  # seconds
 
 
-class Found(KeyboardInterrupt):
+class Failed(KeyboardInterrupt):
     """A case failed. Passes through hypothesis, as `Exhausted` does."""
 
 
@@ -51,7 +51,7 @@ class Counted:
         self.cases += 1
         outcome = evaluate(case, self.implementation, scores=True, lines=True)
         if outcome.status == "FAIL":
-            raise Found
+            raise Failed
         return outcome
 
 
@@ -64,8 +64,8 @@ def _search(counted: Counted, function: str, seed: int, targets: tuple[str, ...]
     return search
 
 
-def _parts(arm: str, counted: Counted, function: str, seed: int) -> Iterator[Callable[[int], object]]:
-    """What a turn of this arm does, called with the turn's seed."""
+def _steps(arm: str, counted: Counted, function: str, seed: int) -> Iterator[Callable[[int], object]]:
+    """The steps of each turn of this arm, to be called with the turn's seed."""
     scope = scope_of(function, Space())
     if arm == "blind":
         yield lambda turn: [counted.answer(case) for case in drawn(scope.drawn(), turn, BATCH)]
@@ -81,13 +81,13 @@ def _parts(arm: str, counted: Counted, function: str, seed: int) -> Iterator[Cal
 def cases_until_found(defect: Defect, arm: str, function: str, seed: int, most: int) -> int:
     """The cases that the arm needs; `most` + 1 if it does not find the defect."""
     counted = Counted(f"conformance.mutants.planted:{defect.name}.moe_ref", most)
-    parts, turn = list(_parts(arm, counted, function, seed)), 0
+    steps, turn = list(_steps(arm, counted, function, seed)), 0
     try:
         while True:
-            for part in parts:
-                part(run_seed(function, seed, turn))
+            for step in steps:
+                step(run_seed(function, seed, turn))
             turn += 1
-    except Found:
+    except Failed:
         return counted.cases
     except Exhausted:
         return most + 1
@@ -100,15 +100,17 @@ def main() -> None:
     parser.add_argument("--arms", default="blind,rare,climb,search")
     parser.add_argument("--most", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=3)
-    given = parser.parse_args()
-    named, arms = given.defects.split(","), given.arms.split(",")
-    chosen = [d for d in DEFECTS.values() if (d.name in named if given.defects else given.function in d.wrappers)]
+    options = parser.parse_args()
+    named, arms = options.defects.split(","), options.arms.split(",")
+    chosen = [d for d in DEFECTS.values() if (d.name in named if options.defects else options.function in d.wrappers)]
     print(f"| defect | {' | '.join(arms)} |\n|---|{'--:|' * len(arms)}")
     for defect in chosen:
         cells = []
         for arm in arms:
-            counts = [cases_until_found(defect, arm, given.function, seed, given.most) for seed in range(given.seeds)]
-            cells.append(", ".join(str(n) if n <= given.most else f"> {given.most}" for n in counts))
+            counts = [
+                cases_until_found(defect, arm, options.function, seed, options.most) for seed in range(options.seeds)
+            ]
+            cells.append(", ".join(str(n) if n <= options.most else f"> {options.most}" for n in counts))
         print(f"| {defect.name}: {defect.title} | {' | '.join(cells)} |", flush=True)
 
 

@@ -10,20 +10,19 @@ graphs in short bursts; only ratios of one line are meaningful. Needs matplotlib
 """
 
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import DEVICE, SHAPES, Shape, bursts, line, parse, table, triton
+from benchmarks.common import DEVICE, SHAPES, Shape, bursts, heading, line, parse, table, write
 from benchmarks.layer import MODELS, Layer, alone, check, graphs, make_layer, step, versions
 
 FIRST = 1024
 MOST_TOKENS = 65536
 MOST_FLOPS = 1e14  # of a forward with its backward: 0.2 s on an H200
-REST = 0.05  # seconds before a burst
+PAUSE = 0.05  # seconds before a burst
 TINY = {"tiny": Shape(128, 16, 2, 128)}
 BF16, FP8, STOCK = SHOWN = ("bf16", "FP8 block, weights kept", "stock torch")
 PARTS = {"forward": alone, "with backward": step}
@@ -63,14 +62,14 @@ def measured(layer: Layer, routing: str, blocks: int) -> dict[str, dict[str, Any
     rows, out = load(layer).double(), {}
     about = {"tokens": len(layer.x_TH), "routing": routing}
     about |= {"most": float(rows.max() / rows.mean()), "empty": int((rows == 0).sum())}
-    with versions(layer, ";".join(SHOWN)) as made:
-        shown = {title: made[title] for title in SHOWN}
+    with versions(layer, ";".join(SHOWN)) as layers:
+        shown = {title: layers[title] for title in SHOWN}
         check(shown)
-        for part, call in PARTS.items():
-            us = bursts(graphs(layer, shown, call), blocks, 1, REST)
+        for phase, call in PARTS.items():
+            us = bursts(graphs(layer, shown, call), blocks, 1, PAUSE)
             flops = layer.flops * (3 if call is step else 1)
-            own = {"us": us, "ours": [BF16, FP8], "flops": flops, "part": part}
-            out[f"{routing}, T = {len(layer.x_TH)}, {part}"] = own | about
+            figures = {"us": us, "ours": [BF16, FP8], "flops": flops, "part": phase}
+            out[f"{routing}, T = {len(layer.x_TH)}, {phase}"] = figures | about
     gc.collect()
     torch.cuda.empty_cache()  # what graphs held
     return out
@@ -83,21 +82,21 @@ def tflops(result: dict[str, Any], title: str) -> float:
 def cells(results: dict[str, dict[str, Any]]) -> list[str]:
     """The cells of a line: TFLOP/s, and in brackets the ratio to stock torch."""
     first = next(iter(results.values()))
-    ratios = [(x, own, x["us"][STOCK] / x["us"][own]) for own in (BF16, FP8) for x in results.values()]
+    ratios = [(x, title, x["us"][STOCK] / x["us"][title]) for title in (BF16, FP8) for x in results.values()]
     return [
         *(first["routing"], str(first["tokens"]), f"{first['most']:.1f}", str(first["empty"])),
-        *(f"{tflops(x, own):.0f} ({ratio:.2f})" for x, own, ratio in ratios),
+        *(f"{tflops(x, title):.0f} ({ratio:.2f})" for x, title, ratio in ratios),
         *(f"{tflops(x, STOCK):.0f}" for x in results.values()),
     ]
 
 
-def curves(results: dict[str, dict[str, Any]], part: str) -> dict[str, tuple[list[int], list[float]]]:
+def curves(results: dict[str, dict[str, Any]], phase: str) -> dict[str, tuple[list[int], list[float]]]:
     """(T, TFLOP/s) of each layer and routing."""
     out = {}
     for title in SHOWN:
         for routing in ROUTINGS:
-            own = [x for x in results.values() if (x["routing"], x["part"]) == (routing, part)]
-            out[f"{title}, {routing}"] = [x["tokens"] for x in own], [tflops(x, title) for x in own]
+            points = [x for x in results.values() if (x["routing"], x["part"]) == (routing, phase)]
+            out[f"{title}, {routing}"] = [x["tokens"] for x in points], [tflops(x, title) for x in points]
     return out
 
 
@@ -105,19 +104,19 @@ def plot(operations: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     size = (3.2 * len(operations), 6.4)
-    figure, places = plt.subplots(2, len(operations), figsize=size, sharex=True, sharey=True, squeeze=False)
+    figure, grid = plt.subplots(2, len(operations), figsize=size, sharex=True, sharey=True, squeeze=False)
     for column, (name, results) in enumerate(operations.items()):
-        for axes, part in zip(places[:, column], PARTS, strict=True):
-            for n, (title, (tokens, rates)) in enumerate(curves(results, part).items()):
+        for axes, phase in zip(grid[:, column], PARTS, strict=True):
+            for n, (title, (tokens, rates)) in enumerate(curves(results, phase).items()):
                 style = "--" if title.endswith(ROUTINGS[1]) else "-"
                 axes.semilogx(tokens, rates, style, base=2, marker=".", color=f"C{n // 2}", label=title, linewidth=1.2)
-            axes.set_title(f"{name}, {part}", fontsize=9)
+            axes.set_title(f"{name}, {phase}", fontsize=9)
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
-        places[1, column].set_xlabel("T")
-    for row in places:
+        grid[1, column].set_xlabel("T")
+    for row in grid:
         row[0].set_ylabel("TFLOP/s")
-    places[0, 0].legend(fontsize=6)
+    grid[0, 0].legend(fontsize=6)
     figure.tight_layout()
     figure.savefig(path)
 
@@ -130,8 +129,8 @@ def grown(name: str, shape: Shape, options: Any) -> dict[str, dict[str, Any]]:
         for tokens in chosen:
             layer = part_of(largest, tokens, routing)
             if options.quick:
-                with versions(layer) as made:
-                    check({title: made[title] for title in SHOWN})
+                with versions(layer) as layers:
+                    check({title: layers[title] for title in SHOWN})
                 print(f"{name}, {routing}: checked", flush=True)
             else:
                 results = measured(layer, routing, options.blocks)
@@ -148,13 +147,12 @@ def main() -> None:
         for name, shape in options.shapes.items():
             grown(name, shape, options)
         return
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}; TFLOP/s")
+    print(f"{heading(options.tokens)}; TFLOP/s")
     print(table("", HEADS, []), flush=True)
     operations: dict[str, dict[str, Any]] = {}
     for name, shape in options.shapes.items():
         operations[name] = grown(name, shape, options)
-        if options.json:
-            Path(options.json).write_text(json.dumps({"operations": operations}, indent=1))
+        write(options.json, operations)
     if options.plot:
         plot(operations, options.plot)
 

@@ -85,16 +85,16 @@ def sweep(
     """Judge a variant; draws no case after the time `last`."""
 
     def cases(space: Space) -> Iterator[Case]:
-        every = [section for section in sections() if section.function]  # the corpus is of no function
-        wanted = [section for section in every if functions is None or section.function in functions]
+        all_sections = [section for section in sections() if section.function]  # the corpus is of no function
+        wanted = [section for section in all_sections if functions is None or section.function in functions]
         for seed in range(seeds):
             for section in wanted:
                 if section.kind == "drawn":
-                    yield from before(last, cases_of(section, profile, space, seed))
+                    yield from until(last, cases_of(section, profile, space, seed))
             counts.seeds += time.monotonic() < last
         for section in wanted:
             if section.kind != "drawn":
-                yield from before(last, cases_of(section, profile, space, 0))
+                yield from until(last, cases_of(section, profile, space, 0))
 
     with Pool(ChildOptions(implementation, device_of(implementation)), jobs) as pool:
         space = Space.of(pool.start())
@@ -110,7 +110,7 @@ def device_of(implementation: str) -> str:
     return "cpu" if implementation in EXPERTS + STRANGERS else "auto"
 
 
-def before(last: float, cases: list[Case]) -> Iterator[Case]:
+def until(last: float, cases: list[Case]) -> Iterator[Case]:
     """The cases drawn before the time `last`."""
     return takewhile(lambda _: time.monotonic() < last, cases)
 

@@ -25,16 +25,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--plain", action="store_true", help="leave Triton's interpreter as it is")
     parser.add_argument("--cases", type=int, default=40, help="cases of each function")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     poison.install()
     implementation = load("moe_fast")
-    if not given.plain:
+    if not options.plain:
         fast_interpreter.install()
     print("| function | median s | sum s |\n|---|---|---|")
     for function in FUNCTIONS:
         seconds = []
-        for case in covering_cases(function, Space()).cases[: given.cases]:
+        for case in covering_cases(function, Space()).cases[: options.cases]:
             started = time.process_time()
             evaluate(case, implementation)
             seconds.append(time.process_time() - started)

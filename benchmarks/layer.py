@@ -22,7 +22,6 @@ gradients (`fp8_input_store`).
 `--profile` lists the kernels of a forward and backward: launches, µs, share.
 """
 
-import json
 import statistics
 import time
 from collections import Counter
@@ -36,7 +35,7 @@ import torch
 from torch import Tensor
 
 import moe_fast
-from benchmarks.common import BF16, DEVICE, SHAPES, Shape, bursts, captured, parse, table
+from benchmarks.common import BF16, DEVICE, SHAPES, Shape, bursts, captured, heading, parse, table, write
 from benchmarks.layer_peers import ADAPTERS, Peer, installed, replayed
 from moe_ref.config import LayerConfig, LayerParameters, Recipe, RouterConfig, RouterState
 from moe_ref.config.state import new_state
@@ -136,43 +135,43 @@ def versions(layer: Layer, only: str = "") -> Iterator[dict[str, Callable[[], Te
     """The layers whose titles begin as `only` says, with those that are needed; the weights of one
     are quantised by its first call alone.
     """
-    made: dict[str, Callable[[], Tensor]] = {name: partial(fast, layer, recipe) for name, recipe in RECIPES.items()}
-    made |= {f"bf16, {title}": partial(fast, layer, None, how) for title, how in RECOMPUTED.items()}
+    layers: dict[str, Callable[[], Tensor]] = {name: partial(fast, layer, recipe) for name, recipe in RECIPES.items()}
+    layers |= {f"bf16, {title}": partial(fast, layer, None, recompute) for title, recompute in RECOMPUTED.items()}
     context, once = copy_context(), moe_fast.weights_quantized_once()
     context.run(once.__enter__)
-    kept = partial(context.run, fast, layer, RECIPES["FP8 block"])
-    made["FP8 block, weights kept"] = kept
-    made |= {f"… and {title}": partial(kept, how) for title, how in RECOMPUTED.items()}
-    made["… permute and h in E4M3"] = partial(kept, "permute", True)
+    with_codes = partial(context.run, fast, layer, RECIPES["FP8 block"])
+    layers["FP8 block, weights kept"] = with_codes
+    layers |= {f"… and {title}": partial(with_codes, recompute) for title, recompute in RECOMPUTED.items()}
+    layers["… permute and h in E4M3"] = partial(with_codes, "permute", True)
     compiled = torch.compile(stock, dynamic=False)
-    made |= {"stock torch": partial(stock, layer), "torch.compile": partial(compiled, layer)}
+    layers |= {"stock torch": partial(stock, layer), "torch.compile": partial(compiled, layer)}
     begins = tuple(only.split(";"))
-    made = {title: call for title, call in made.items() if title.startswith(begins) or title in NEEDED}
-    others = installed(layer, lambda title: title.startswith(begins)) if DEVICE == "cuda" else {}
-    yield made | others
+    layers = {title: call for title, call in layers.items() if title.startswith(begins) or title in NEEDED}
+    peers = installed(layer, lambda title: title.startswith(begins)) if DEVICE == "cuda" else {}
+    yield layers | peers
     context.run(once.__exit__, None, None, None)
 
 
-def check(made: Mapping[str, Callable[[], Tensor]]) -> None:
+def check(layers: Mapping[str, Callable[[], Tensor]]) -> None:
     """The layers agree with bf16's, each within the rounding of its dtypes; peers only on a GPU.
 
     Raises:
         AssertionError: a relative error of the norm is larger.
     """
-    right = made["bf16"]().detach().float()
-    for title, call in made.items():
+    expected = layers["bf16"]().detach().float()
+    for title, call in layers.items():
         if title not in PEERS or DEVICE == "cuda":
-            error = (call().detach().float() - right).norm() / right.norm()
+            error = (call().detach().float() - expected).norm() / expected.norm()
             assert error < (0.02 if title in PEERS else 0.1), (title, float(error))
 
 
 def saved_bytes(forward: Callable[[], Tensor]) -> int:
     """The memory that a forward keeps, without its output."""
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     out = forward()
     torch.cuda.synchronize()
-    return torch.cuda.memory_allocated() - before - out.numel() * out.itemsize
+    return torch.cuda.memory_allocated() - allocated - out.numel() * out.itemsize
 
 
 def host_us(call: Callable[[], object]) -> float:
@@ -204,25 +203,25 @@ def kernels(call: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
     return launches, us
 
 
-def graphs(layer: Layer, made: Mapping[str, Callable[[], Tensor]], part: Part) -> dict[str, Callable[[], object]]:
+def graphs(layer: Layer, layers: Mapping[str, Callable[[], Tensor]], run: Part) -> dict[str, Callable[[], object]]:
     """The replay of each layer's graph, of its forward (`alone`) or of a whole step."""
     pool = torch.cuda.graph_pool_handle()  # a step's gradients are large
 
     def capture(call: Any) -> Callable[[], object]:
         return captured(call, pool)[0].replay
 
-    return {title: replayed(capture, partial(part, layer, call)) for title, call in made.items()}
+    return {title: replayed(capture, partial(run, layer, call)) for title, call in layers.items()}
 
 
-def report(name: str, layer: Layer, made: dict[str, Callable[[], Tensor]], options: Any) -> dict[str, Any]:
+def report(name: str, layer: Layer, layers: dict[str, Callable[[], Tensor]], options: Any) -> dict[str, Any]:
     """Prints the table; the times of each layer beside its peers', forward and whole."""
-    forwards = {title: partial(alone, layer, call) for title, call in made.items()}
-    replays = graphs(layer, made, alone)
+    forwards = {title: partial(alone, layer, call) for title, call in layers.items()}
+    replays = graphs(layer, layers, alone)
     forward, replay_us = bursts(replays, options.blocks, 1), {title: host_us(f) for title, f in replays.items()}
     del replays  # and the graphs' memory
-    whole = bursts(graphs(layer, made, step), options.blocks, 1)
+    steps = bursts(graphs(layer, layers, step), options.blocks, 1)
     lines = []
-    for title, call in made.items():
+    for title, call in layers.items():
         saved = saved_bytes(call)
         lines.append(
             [
@@ -232,7 +231,7 @@ def report(name: str, layer: Layer, made: dict[str, Callable[[], Tensor]], optio
                     f"{layer.flops / forward[title] / 1e6:.0f}",
                     f"{forward['stock torch'] / forward[title]:.2f}",
                 ),
-                *(f"{3 * layer.flops / whole[title] / 1e6:.0f}", f"{whole['stock torch'] / whole[title]:.2f}"),
+                *(f"{3 * layer.flops / steps[title] / 1e6:.0f}", f"{steps['stock torch'] / steps[title]:.2f}"),
                 *(f"{saved / 2**30:.2f}", f"{saved / layer.least_saved:.2f}"),
                 *(f"{host_us(forwards[title]):.0f}", f"{replay_us[title]:.0f}"),
                 str(sum(kernels(forwards[title])[0].values())),
@@ -241,16 +240,16 @@ def report(name: str, layer: Layer, made: dict[str, Callable[[], Tensor]], optio
         )
     heads = ["shape", "layer", "forward", "÷ stock", "with backward", "÷ stock", "saved GiB", "÷ least"]
     print(table("", [*heads, "host µs", "replay", "launches", "with backward"], lines), flush=True)
-    profiled = [title for title in ("bf16", "FP8 block", "FP8 block, weights kept") if title in made]
+    profiled = [title for title in ("bf16", "FP8 block", "FP8 block, weights kept") if title in layers]
     for title in profiled if options.profile else ():
-        launches, us = kernels(partial(step, layer, made[title]))
+        launches, us = kernels(partial(step, layer, layers[title]))
         total = sum(us.values())
-        parts = [[k, str(launches[k]), f"{t:.0f}", f"{t / total:.1%}"] for k, t in us.most_common() if t > total / 200]
-        print(table(f"{name}, {title}: {total:.0f} µs of kernels", ["kernel", "launches", "µs", "share"], parts))
+        shares = [[k, str(launches[k]), f"{t:.0f}", f"{t / total:.1%}"] for k, t in us.most_common() if t > total / 200]
+        print(table(f"{name}, {title}: {total:.0f} µs of kernels", ["kernel", "launches", "µs", "share"], shares))
     return {
-        f"{title}, {part}": {"us": {name: times[name] for name in (title, *PEERS) if name in times}, "ours": [title]}
-        for part, times in (("forward", forward), ("with backward", whole))
-        for title in made
+        f"{title}, {phase}": {"us": {name: times[name] for name in (title, *PEERS) if name in times}, "ours": [title]}
+        for phase, times in (("forward", forward), ("with backward", steps))
+        for title in layers
         if title not in PEERS
     }
 
@@ -260,21 +259,20 @@ def main() -> None:
     flags: dict[str, dict[str, Any]] = {"--profile": {"action": "store_true", "help": "list the kernels"}}
     options = parse(__doc__, shapes, TINY, blocks=4, flags=flags)
     if not options.quick:
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, T = {options.tokens}; TFLOP/s")
+        print(f"{heading(options.tokens)}; TFLOP/s")
     operations = {}
     for name, shape in options.shapes.items():
         layer = make_layer(shape, options.tokens)
         torch._dynamo.reset()  # no limit on compilations per shape
-        with versions(layer, options.only) as made:
-            check(made)
+        with versions(layer, options.only) as layers:
+            check(layers)
             if options.quick:
-                step(layer, made["bf16"])
+                step(layer, layers["bf16"])
                 print(f"{name}: checked")
             else:
-                operations[name] = report(name, layer, made, options)
-    if options.json and not options.quick:
-        with open(options.json, "w") as file:
-            json.dump({"operations": operations}, file, indent=1)
+                operations[name] = report(name, layer, layers, options)
+    if not options.quick:
+        write(options.json, operations)
 
 
 if __name__ == "__main__":

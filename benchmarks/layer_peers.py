@@ -88,15 +88,15 @@ ADAPTERS = {"Liger": liger, "Transformer Engine": transformer_engine}
 
 def installed(layer: Any, wanted: Callable[[str], bool]) -> dict[str, Peer]:
     """The peers that are wanted and can be made; a sentence for each other."""
-    found = {}
+    peers = {}
     for title, make in ADAPTERS.items():
         if not wanted(title):
             continue
         try:
-            found[title] = make(layer)
+            peers[title] = make(layer)
         except (ImportError, OSError) as error:  # OSError: its library lacks another
             print(f"{title} is left out, because it cannot be imported: {error}", flush=True)
-    return found
+    return peers
 
 
 def replayed(capture: Callable[[Any], Callable[[], object]], call: Callable[[], object]) -> Callable[[], object]:

@@ -51,38 +51,38 @@ MEANING = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = parser.add_subparsers(dest="part", required=True)
-    honest = parts.add_parser("honest")
-    wrong = parts.add_parser("wrong")
-    wrong.add_argument("report", type=Path)
-    for part in (honest, wrong):
-        part.add_argument("--seconds", type=float, default=math.inf, help="of each (default: all cases)")
-    record = parts.add_parser("record")
+    commands = parser.add_subparsers(dest="command", required=True)
+    honest = commands.add_parser("honest")
+    defects = commands.add_parser("wrong")
+    defects.add_argument("report", type=Path)
+    for command in (honest, defects):
+        command.add_argument("--seconds", type=float, default=math.inf, help="of each (default: all cases)")
+    record = commands.add_parser("record")
     record.add_argument("honest", type=Path)
     record.add_argument("wrong", type=Path)
-    given = parser.parse_args()
-    if given.part == "honest":
-        print(json.dumps(recorded(of_variants(VARIANTS, given.seconds), given.seconds)))
-    elif given.part == "wrong":
-        defects = [x for x in json.loads(given.report.read_text()) if x["check"] in KINDS.values()]
-        print(json.dumps(recorded(of_defects(defects, given.seconds), given.seconds)))
+    options = parser.parse_args()
+    if options.command == "honest":
+        print(json.dumps(recorded(of_variants(VARIANTS, options.seconds), options.seconds)))
+    elif options.command == "wrong":
+        by_degree = [x for x in json.loads(options.report.read_text()) if x["check"] in KINDS.values()]
+        print(json.dumps(recorded(of_defects(by_degree, options.seconds), options.seconds)))
     else:
         results.save(
-            "margins", figures(*(json.loads(path.read_text()) for path in (given.honest, given.wrong))), COMMANDS
+            "margins", figures(*(json.loads(path.read_text()) for path in (options.honest, options.wrong))), COMMANDS
         )
     return 0
 
 
-def recorded(found: Iterator[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """What was found, with the limit and the day of the run."""
-    return {"date": date.today().isoformat(), "seconds": seconds, "found": list(found)}
+def recorded(errors: Iterator[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """The errors, with the limit and the day of the run."""
+    return {"date": date.today().isoformat(), "seconds": seconds, "found": list(errors)}
 
 
 def of_variants(variants: Iterable[str], seconds: float) -> Iterator[dict[str, Any]]:
     """The largest errors of each honest variant on the cases that it passes."""
     for name in variants:
         with Pool(ChildOptions(name, device_of(name), scores=True)) as pool:
-            offered = [function for function, known in pool.start()["functions"].items() if known["offered"]]
+            offered = [function for function, about in pool.start()["functions"].items() if about["offered"]]
             largest, cases = _largest(pool, offered, seconds, "PASS")
         yield {"name": name, "cases": cases, "largest": largest}
         print(f"{name}: {cases} cases", file=sys.stderr, flush=True)
@@ -104,15 +104,15 @@ def _largest(
     pool: Pool, functions: list[str], seconds: float, status: str, first: Iterable[Case] = ()
 ) -> tuple[Largest, int]:
     """The largest score of each function and kind over such outcomes, and how many cases ran."""
-    found: Largest = {}
+    largest: Largest = {}
     ends, count = time.monotonic() + seconds, 0
-    more = takewhile(lambda _: time.monotonic() < ends, _turns(functions, Space.of(pool.description)))
-    for case, outcome in pool.run(chain(first, more)):
+    drawn = takewhile(lambda _: time.monotonic() < ends, _turns(functions, Space.of(pool.description)))
+    for case, outcome in pool.run(chain(first, drawn)):
         count += 1
         for kind, score in _degrees(outcome).items() if outcome.status == status else ():
-            of_function = found.setdefault(case.function, {})
+            of_function = largest.setdefault(case.function, {})
             of_function[kind] = max(of_function.get(kind, 0.0), score)
-    return found, count
+    return largest, count
 
 
 def _degrees(outcome: Outcome) -> dict[str, float]:
@@ -134,36 +134,36 @@ def _turns(functions: list[str], space: Space) -> Iterator[Case]:
     return (case for row in zip_longest(*map(of, functions)) for case in row if case is not None)
 
 
-def figures(honest: dict[str, Any], wrong: dict[str, Any]) -> dict[str, Any]:
+def figures(honest: dict[str, Any], defective: dict[str, Any]) -> dict[str, Any]:
     """The record without its origin."""
-    functions = sorted({function for found in honest["found"] for function in found["largest"]})
-    cases = sum(found["cases"] for part in (honest, wrong) for found in part["found"])
-    rows = [row for function in functions for kind in KINDS if (row := _row(function, kind, honest, wrong))]
+    functions = sorted({function for variant in honest["found"] for function in variant["largest"]})
+    cases = sum(run["cases"] for errors in (honest, defective) for run in errors["found"])
+    rows = [row for function in functions for kind in KINDS if (row := _row(function, kind, honest, defective))]
     meaning = MEANING.format(
         honest_seconds=honest["seconds"],
-        wrong_seconds=wrong["seconds"],
+        wrong_seconds=defective["seconds"],
         variants=len(honest["found"]),
-        defects=len(wrong["found"]),
+        defects=len(defective["found"]),
         cases=f"{cases:,}",
     )
     return {"title": TITLE, "meaning": meaning, "tables": [{"title": "", "columns": COLUMNS, "rows": rows}]}
 
 
-def _row(function: str, kind: str, honest: dict[str, Any], wrong: dict[str, Any]) -> list[str]:
+def _row(function: str, kind: str, honest: dict[str, Any], defective: dict[str, Any]) -> list[str]:
     """A row of the table; empty if neither a variant nor a defect has such a score."""
-    right, worse = (
+    of_honest, of_defects = (
         [
-            (found["largest"][function][kind], found["name"])
-            for found in part["found"]
-            if kind in found["largest"].get(function, ())
+            (run["largest"][function][kind], run["name"])
+            for run in errors["found"]
+            if kind in run["largest"].get(function, ())
         ]
-        for part in (honest, wrong)
+        for errors in (honest, defective)
     )
-    if not right and not worse:
+    if not of_honest and not of_defects:
         return []
-    largest = [f"{max(right)[0]:.3f}", max(right)[1]] if right else ["–", "–"]
-    nearest = [f"{min(worse)[0]:.3g}", min(worse)[1]] if worse else ["–", "–"]
-    return [f"`{function}`", KINDS[kind], *largest, str(len(right)), *nearest, str(len(worse))]
+    largest = [f"{max(of_honest)[0]:.3f}", max(of_honest)[1]] if of_honest else ["–", "–"]
+    nearest = [f"{min(of_defects)[0]:.3g}", min(of_defects)[1]] if of_defects else ["–", "–"]
+    return [f"`{function}`", KINDS[kind], *largest, str(len(of_honest)), *nearest, str(len(of_defects))]
 
 
 if __name__ == "__main__":

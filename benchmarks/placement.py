@@ -43,11 +43,11 @@ def document() -> str:
     sections: dict[str, list[str]] = {}
     for dispatcher in DISPATCHERS:
         sections.setdefault("\n".join(_table(dispatcher)), []).append(dispatcher)
-    parts = [INTRODUCTION]
+    sections_of_page = [INTRODUCTION]
     for table, dispatchers in sections.items():
         sums = "\n".join(f"{_sums(dispatcher)}\n" for dispatcher in dispatchers)
-        parts.append(f"## {', '.join(dispatchers)}\n\n{table}\n\n{sums}")
-    return "\n".join(parts)
+        sections_of_page.append(f"## {', '.join(dispatchers)}\n\n{table}\n\n{sums}")
+    return "\n".join(sections_of_page)
 
 
 def _plans(dispatcher: str) -> list[Plan]:
@@ -69,17 +69,17 @@ def _sums(dispatcher: str) -> str:
     """The sums over ranks that the layer adds, and those that it leaves to the caller."""
     plan = _plans(dispatcher)[-1]
     added = ", ".join(map(_told, _added(plan)))
-    left = ", ".join(f"`{name}`" for name in plan.open_sums)
-    text = f"With {dispatcher} the layer adds {added}. It leaves to the caller: {left}."
+    open_sums = ", ".join(f"`{name}`" for name in plan.open_sums)
+    text = f"With {dispatcher} the layer adds {added}. It leaves to the caller: {open_sums}."
     return textwrap.fill(text, 100, break_on_hyphens=False)
 
 
 def _place(plan: Plan, name: str) -> str:
-    place = plan.places()[name]
+    placement = plan.places()[name]
     return (
-        WORDS[place["ep"]]
-        if len(set(place.values())) == 1
-        else " · ".join(f"{axis}: {WORDS[at]}" for axis, at in place.items())
+        WORDS[placement["ep"]]
+        if len(set(placement.values())) == 1
+        else " · ".join(f"{axis}: {WORDS[at]}" for axis, at in placement.items())
     )
 
 
@@ -89,8 +89,8 @@ def _added(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _told(added: tuple[str, tuple[str, ...]]) -> str:
-    name, over = added
-    return f"`{name}` over {' and '.join(over)}"
+    name, axes = added
+    return f"`{name}` over {' and '.join(axes)}"
 
 
 if __name__ == "__main__":

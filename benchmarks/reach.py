@@ -40,25 +40,25 @@ def sizes_of(case: Case) -> dict[str, int]:
     lengths = {axis.name: getattr(case, axis.name) for axis in axes_of(type(case)).values() if isinstance(axis, Size)}
     ranks, counts = ranks_of(CONTRACTS[case.function], case), getattr(case, "counts", ())
     named = [name for name in ("tokens", "experts", "topk") if name in lengths or (ranks and hasattr(case, name))]
-    found: dict[str, int] = {name: getattr(case, name) for name in named}
+    sizes: dict[str, int] = {name: getattr(case, name) for name in named}
     columns = [lengths[name] * case.unit for name in ("hidden", "width") if name in lengths]
-    found |= {"columns": max(columns)} if columns else {}
+    sizes |= {"columns": max(columns)} if columns else {}
     if not ranks and "tokens_per_expert" in CONTRACTS[case.function].signature.names:  # rows in units
-        found["tokens"] *= case.unit
-        found |= {"rows": max(counts) * case.unit} if counts else {}
+        sizes["tokens"] *= case.unit
+        sizes |= {"rows": max(counts) * case.unit} if counts else {}
     chunks = getattr(case, "sizes", ())
-    found |= {"tokens": sum(chunks)} if chunks else {}
-    return found | ({"ranks": ranks, "on a rank": max(counts, default=0)} if ranks else {})
+    sizes |= {"tokens": sum(chunks)} if chunks else {}
+    return sizes | ({"ranks": ranks, "on a rank": max(counts, default=0)} if ranks else {})
 
 
 def rows_of_maps(cases: Iterable[Case]) -> int:
     """The most rows of an expert by the routing maps of the cases with the most tokens."""
-    found = 0
+    most_rows = 0
     for case in heapq.nlargest(MAPS, cases, key=lambda case: getattr(case, "tokens", 0)):
         routing_map = CONTRACTS[case.function].problem(case).shown.get("routing_map")
         if isinstance(routing_map, torch.Tensor) and routing_map.numel():
-            found = max(found, int((routing_map != 0).sum(0).max()))
-    return found
+            most_rows = max(most_rows, int((routing_map != 0).sum(0).max()))
+    return most_rows
 
 
 def reached(function: str, space: Space) -> dict[str, int]:
@@ -66,17 +66,17 @@ def reached(function: str, space: Space) -> dict[str, int]:
     wanted = [section for section in sections() if section.function == function]
     cases = [case for section in wanted for case in cases_of(section, PROFILES["gate"], space, 0)]
     legal = [case for case in cases if not case.golden and not case.illegal]
-    found: dict[str, int] = {}
+    largest: dict[str, int] = {}
     for case in legal:
         for name, number in sizes_of(case).items():
-            found[name] = max(found.get(name, 0), number)
-    alone = [case for case in legal if not ranks_of(CONTRACTS[function], case)]
-    rows = found.get("rows") or rows_of_maps(alone)
-    return found | ({"rows": rows} if rows else {})
+            largest[name] = max(largest.get(name, 0), number)
+    on_one_rank = [case for case in legal if not ranks_of(CONTRACTS[function], case)]
+    rows = largest.get("rows") or rows_of_maps(on_one_rank)
+    return largest | ({"rows": rows} if rows else {})
 
 
 def cell(both: list[dict[str, int]], name: str) -> str:
-    numbers = [f"{found[name]:,}" for found in both if name in found]
+    numbers = [f"{sizes[name]:,}" for sizes in both if name in sizes]
     return " / ".join(dict.fromkeys(numbers)) or "–"
 
 

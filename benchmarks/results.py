@@ -72,7 +72,7 @@ def section(name: str, record: dict[str, Any]) -> str:
     """One measurement, as Markdown."""
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
     origin = " · ".join(
-        part for part in (record["date"], record["machine"], versions, f"[{name}.json]({name}.json)") if part
+        text for text in (record["date"], record["machine"], versions, f"[{name}.json]({name}.json)") if text
     )
     lines = [f'<a id="{name}"></a>\n', f"### {record['title']}\n", _wrapped(origin) + "\n"]
     lines += [f"    {command}" for command in record["commands"]]

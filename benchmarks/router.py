@@ -125,34 +125,34 @@ def operations(router: Router, tokens: int) -> Iterator[Operation]:
     copies = 1 if INTERPRETED else min(256, max(2, -(-COLD_BYTES // (tokens * router.experts * FP32))))
     logits, bias = [make(router, tokens, seed)[0] for seed in range(copies)], make(router, tokens, 0)[1]
 
-    def each(call: Callable[..., object], *arguments: Any, **settings: Any) -> list[Call]:
+    def of_copies(call: Callable[..., object], *arguments: Any, **settings: Any) -> list[Call]:
         return [partial(call, x, *arguments, **settings) for x in logits]
 
     def eager_and_compiled(call: Callable[..., object]) -> dict[str, list[Call]]:
         compiled = torch.compile(call, dynamic=False)
-        return {"eager": each(call, router, bias), "torch.compile": each(compiled, router, bias)}
+        return {"eager": of_copies(call, router, bias), "torch.compile": of_copies(compiled, router, bias)}
 
-    compact = {"moe_fast": each(moe_fast.topk_indices, expert_bias=bias, **router.settings)}
-    dense = {"moe_fast": each(moe_fast.topk_routing, expert_bias=bias, **router.settings)}
+    compact = {"moe_fast": of_copies(moe_fast.topk_indices, expert_bias=bias, **router.settings)}
+    dense = {"moe_fast": of_copies(moe_fast.topk_routing, expert_bias=bias, **router.settings)}
     yield Operation("compact", compact | eager_and_compiled(eager_topk), clock=rotated)
-    yield Operation("dense", dense | eager_and_compiled(eager_dense) | te_dense(each, router, bias), clock=rotated)
-    aux = {"moe_fast": each(fast_aux, router), "eager": each(eager_aux, router)}
+    yield Operation("dense", dense | eager_and_compiled(eager_dense) | te_dense(of_copies, router, bias), clock=rotated)
+    aux = {"moe_fast": of_copies(fast_aux, router), "eager": of_copies(eager_aux, router)}
     yield Operation("scores, map and balancing loss", aux, clock=rotated)
-    z = {"moe_fast": each(moe_fast.z_loss, coeff=1.0), "eager": each(eager_z_loss)}
+    z = {"moe_fast": of_copies(moe_fast.z_loss, coeff=1.0), "eager": of_copies(eager_z_loss)}
     yield Operation("z-loss", z, clock=rotated)
     for title, routed in (("compact", compact), ("dense", dense)):
         results = [call() for call in routed["moe_fast"]]
         yield Operation(f"{title}, backward", {"moe_fast": backward(router, logits, results)}, clock=rotated)
 
 
-def te_dense(each: Callable[..., list[Call]], router: Router, bias: Tensor | None) -> dict[str, list[Call]]:
+def te_dense(of_copies: Callable[..., list[Call]], router: Router, bias: Tensor | None) -> dict[str, list[Call]]:
     """Transformer Engine's fused router, if installed."""
     try:
         from transformer_engine.pytorch import router as te
     except ImportError:
         return {}
     settings = router.topk, False, router.groups or None, router.group_topk or None, None, router.score, bias
-    return {"Transformer Engine": each(te.fused_topk_with_score_function, *settings)}
+    return {"Transformer Engine": of_copies(te.fused_topk_with_score_function, *settings)}
 
 
 def backward(router: Router, logits: list[Tensor], results: list[Any]) -> list[Call]:

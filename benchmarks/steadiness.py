@@ -1,11 +1,11 @@
-"""The same products again and again at the sizes of models: every run must have the same bits.
+"""Checks that the same products have the same bits in every run, at the sizes of models.
 
     PYTHONPATH=. python3 -m benchmarks.steadiness [--impl moe_fast] [--runs 20] [--shapes qwen3]
 
-A race shows where a kernel waits for memory, and seldom. So each step, forward and backward of
-`grouped_linear` in bf16 and with FP8 blocks, has the tiles and waves of a real layer, and other
-bytes take the place of its plan and operands in the L2 before each half. An implementation whose
-sums have no fixed order cannot be judged so.
+A race is rare, and shows where a kernel waits for memory. So each step, a forward and backward of
+`grouped_linear` in bf16 and with FP8 blocks, has the tiles and waves of a real layer, and before
+each half other bytes replace its plan and its operands in the L2 cache. An implementation whose
+sums have no fixed order cannot be judged in this way.
 """
 
 import argparse
@@ -28,7 +28,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def step(implementation: Any, x: Operands, counts: Tensor, recipe: Recipe | None, evict: Callable[[], Any]) -> Any:
     """out, d_rows and d_weight of one forward and backward."""
-    leaves = [each.detach().requires_grad_() for each in (x.rows_PN, x.weight_LMN)]
+    leaves = [operand.detach().requires_grad_() for operand in (x.rows_PN, x.weight_LMN)]
     evict()
     out = implementation.grouped_linear(*leaves, counts, recipe=recipe)
     evict()
@@ -38,22 +38,23 @@ def step(implementation: Any, x: Operands, counts: Tensor, recipe: Recipe | None
 def unsteady(implementation: Any, layer: Layer, recipe: Recipe | None, runs: int) -> dict[str, int]:
     """For each result the runs that differ from the first one."""
     x, counts = make_operands(layer)
-    other = torch.empty(EVICTED if DEVICE == "cuda" else 1, dtype=torch.uint8, device=DEVICE)
-    right = step(implementation, x, counts, recipe, other.zero_)
-    found = dict.fromkeys(RESULTS, 0)
+    evicting = torch.empty(EVICTED if DEVICE == "cuda" else 1, dtype=torch.uint8, device=DEVICE)
+    expected = step(implementation, x, counts, recipe, evicting.zero_)
+    differing = dict.fromkeys(RESULTS, 0)
     for _ in range(runs - 1):
-        for name, before, now in zip(RESULTS, right, step(implementation, x, counts, recipe, other.zero_), strict=True):
-            found[name] += not torch.equal(before.view(BITS[before.itemsize]), now.view(BITS[now.itemsize]))
-    return found
+        results = step(implementation, x, counts, recipe, evicting.zero_)
+        for name, first, result in zip(RESULTS, expected, results, strict=True):
+            differing[name] += not torch.equal(first.view(BITS[first.itemsize]), result.view(BITS[result.itemsize]))
+    return differing
 
 
 def judged(implementation: Any, layers: dict[str, Layer], runs: int) -> Iterator[tuple[str, bool]]:
     """A line for each layer and precision, and whether all runs agree."""
     for name, layer in layers.items():
         for precision, recipe in (("bf16", None), ("FP8 block", Recipe("block"))):
-            found = unsteady(implementation, layer, recipe, runs)
-            told = ", ".join(f"{result} {count}" for result, count in found.items() if count)
-            yield f"{name}, {precision}: {f'differ in {told}' if told else 'equal'} of {runs - 1} runs", not told
+            differing = unsteady(implementation, layer, recipe, runs)
+            counts = ", ".join(f"{result} {count}" for result, count in differing.items() if count)
+            yield f"{name}, {precision}: {f'differ in {counts}' if counts else 'equal'} of {runs - 1} runs", not counts
 
 
 def main() -> int:
@@ -62,7 +63,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--shapes", default="", help="parts of names, comma-separated")
     options = parser.parse_args()
-    layers = {name: layer for name, layer in LAYERS.items() if any(part in name for part in options.shapes.split(","))}
+    wanted = options.shapes.split(",")
+    layers = {name: layer for name, layer in LAYERS.items() if any(text in name for text in wanted)}
     if DEVICE != "cuda":
         layers = {name: layer for name, layer in TINY.items() if isinstance(layer, Layer)}
     steady = True

@@ -1,4 +1,4 @@
-"""Trains one model with the reference's layer and with moe_fast's, and compares their losses.
+"""Trains one model with the reference's layer and with moe_fast's layer, and compares the losses.
 
     python -m benchmarks.training --out docs/results/training.svg     # bf16, and FP8 by blocks
 
@@ -36,8 +36,8 @@ def losses(layer: str, recipe: Recipe | None, seed: int, sizes: dict[str, int], 
     options = argparse.Namespace(**sizes, recompute=None)
     torch.manual_seed(seed)
     model, noise = Model(options, None).to(device), torch.Generator().manual_seed(seed)
-    for own in model.layers:
-        own.config = replace(own.config, recipe=recipe, router_dtype="fp32")
+    for module in model.layers:
+        module.config = replace(module.config, recipe=recipe, router_dtype="fp32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02 / options.hidden**0.5, weight_decay=0.01)
     out = []
     with patch("moe_fast.layer.module.moe_layer", of_reference) if layer == "reference" else nullcontext():
@@ -49,8 +49,8 @@ def losses(layer: str, recipe: Recipe | None, seed: int, sizes: dict[str, int], 
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            for own in model.layers:
-                own.finish_batch()
+            for module in model.layers:
+                module.finish_batch()
             out.append(loss.detach())
     return torch.stack(out).tolist()
 
@@ -64,22 +64,22 @@ def smooth(curve: list[float]) -> Tensor:
     return torch.tensor(curve).unfold(0, min(WINDOW, len(curve)), 1).mean(1)
 
 
-def distance(one: list[float], other: list[float]) -> float:
+def distance(first: list[float], second: list[float]) -> float:
     """The mean distance of the smoothed curves' logarithms: a loss falls by orders of magnitude."""
-    return float((smooth(one).log() - smooth(other).log()).abs().mean())
+    return float((smooth(first).log() - smooth(second).log()).abs().mean())
 
 
 def plot(curves: dict[str, dict[str, list[float]]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
-    figure, places = plt.subplots(1, len(curves), figsize=(11, 4), sharey=True, squeeze=False)
-    for axes, (recipe, own) in zip(places[0], curves.items(), strict=True):
-        for name, curve in own.items():
+    figure, grid = plt.subplots(1, len(curves), figsize=(11, 4), sharey=True, squeeze=False)
+    for axes, (recipe, of_recipe) in zip(grid[0], curves.items(), strict=True):
+        for name, curve in of_recipe.items():
             axes.semilogy(smooth(curve), "-" if "moe_fast" in name else "--", label=name, linewidth=1.2)
         axes.set_title(recipe)
         axes.set_xlabel("step")
-    places[0][0].set_ylabel(f"loss, mean of {WINDOW} steps")
-    places[0][0].legend()
+    grid[0][0].set_ylabel(f"loss, mean of {WINDOW} steps")
+    grid[0][0].legend()
     figure.tight_layout()
     figure.savefig(path)
 
@@ -89,24 +89,26 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None, help="the plot")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, for a CPU")
-    given = parser.parse_args()
-    device, sizes = "cuda" if torch.cuda.is_available() else "cpu", TINY if given.quick else SIZES
+    options = parser.parse_args()
+    device, sizes = "cuda" if torch.cuda.is_available() else "cpu", TINY if options.quick else SIZES
     curves: dict[str, dict[str, list[float]]] = {}
     apart = False
     for name, recipe in RECIPES.items():
-        own = curves[name] = {}
+        of_recipe = curves[name] = {}
         for layer in ("reference", "moe_fast"):
             begin = time.perf_counter()
             for seed in (0, 1):
-                own[f"{layer}, seed {seed}"] = losses(layer, recipe, seed, sizes, given.steps, device)
-            ends = ", ".join(f"{own[f'{layer}, seed {seed}'][-1]:.4f}" for seed in (0, 1))
+                of_recipe[f"{layer}, seed {seed}"] = losses(layer, recipe, seed, sizes, options.steps, device)
+            ends = ", ".join(f"{of_recipe[f'{layer}, seed {seed}'][-1]:.4f}" for seed in (0, 1))
             print(f"{name}, {layer}: last losses {ends}; {time.perf_counter() - begin:.0f} s", flush=True)
-        seeds = distance(own["reference, seed 0"], own["reference, seed 1"])
-        layers = [distance(own[f"reference, seed {seed}"], own[f"moe_fast, seed {seed}"]) for seed in (0, 1)]
+        seeds = distance(of_recipe["reference, seed 0"], of_recipe["reference, seed 1"])
+        layers = [
+            distance(of_recipe[f"reference, seed {seed}"], of_recipe[f"moe_fast, seed {seed}"]) for seed in (0, 1)
+        ]
         apart |= max(layers) > seeds
         print(f"{name}: distance of the layers {max(layers):.4f}, of two seeds {seeds:.4f}", flush=True)
-    if given.out:
-        plot(curves, given.out)
+    if options.out:
+        plot(curves, options.out)
     return int(apart)
 
 

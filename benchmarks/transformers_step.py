@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import DEVICE, table
+from benchmarks.common import DEVICE, elapsed_us, table
 
 OURS = "moe_fast"
 IMPLEMENTATIONS = (OURS, "grouped_mm", "batched_mm")
@@ -100,8 +100,8 @@ def check(model: Any, tokens: Tensor) -> None:
         loss = step()
         results.append([loss, *(x.grad.clone() for x in model.parameters() if x.grad is not None)])
     assert len(results) == len(IMPLEMENTATIONS)
-    for other in results[1:]:
-        for x, y in zip(results[0], other, strict=True):
+    for result in results[1:]:
+        for x, y in zip(results[0], result, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
@@ -112,12 +112,7 @@ def measured(steps: dict[str, Callable[[], Tensor]], tokens: int, blocks: int) -
     for _ in range(blocks):
         for name, step in steps.items():
             torch.cuda.reset_peak_memory_stats()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            step()
-            end.record()
-            torch.cuda.synchronize()
-            seconds[name].append(begin.elapsed_time(end) / 1e3)
+            seconds[name].append(elapsed_us(step) / 1e6)
             peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated())
     rates = {name: tokens / statistics.median(times) for name, times in seconds.items()}
     first = {mode: rates.get(f"{OURS}, {mode}") for mode in ("eager", "compiled")}

@@ -3,12 +3,12 @@
     PYTHONPATH=. python3 -m benchmarks.tune [--only activation] [--seconds 100] [--table FILE]
     PYTHONPATH=. python3 -m benchmarks.tune --quick        # without a GPU: judges, times nothing
 
-From the sizes that are used now, each number of a kernel's record is doubled and halved, and the
-search goes on from the fastest candidate that gains `GAIN`. A candidate is timed beside the sizes
-that it would replace, at the sizes of two models; its score is the geometric mean of its ratios.
-Only then, if it is faster, is it judged: cases of the suite must PASS against the reference, all
-of the kernel's, by the candidate's sizes. One that does not, or that the compiler refuses, never
-enters the table, however fast it is. The table also holds what was measured.
+The search begins with the sizes in use. It doubles and halves each number of a kernel's record, and
+goes on from a candidate that gains at least `GAIN`. A candidate is timed beside the sizes that it
+would replace, at the sizes of two models; its score is the geometric mean of the ratios of times. A
+faster candidate is then judged: all of the kernel's cases of the suite must PASS against the
+reference with these sizes. A candidate that fails, or that the compiler refuses, never enters the
+table. The table also holds what was measured.
 """
 
 import argparse
@@ -56,8 +56,8 @@ class Kernel:
 
 
 @dataclass
-class Found:
-    """What a search has found for a kernel."""
+class SearchResult:
+    """The fastest sizes of a kernel that a search has reached."""
 
     sizes: dict[str, int]
     ratio: float = 1.0  # of the time to that of the sizes before
@@ -68,7 +68,7 @@ class Found:
 class Verdict(NamedTuple):
     """Whether every case passed, else the first that did not."""
 
-    right: bool
+    passed: bool
     reason: str = ""
 
 
@@ -160,74 +160,76 @@ KERNELS = (
 @contextmanager
 def using(sizes: tuning.Tuning) -> Iterator[None]:
     """Kernels run with these sizes."""
-    before = tuning.INTERPRETER, tuning.GPU
+    earlier_sizes = tuning.INTERPRETER, tuning.GPU
     tuning.INTERPRETER = tuning.GPU = sizes
     try:
         yield
     finally:
-        tuning.INTERPRETER, tuning.GPU = before
+        tuning.INTERPRETER, tuning.GPU = earlier_sizes
 
 
 def candidates(record: Any) -> list[dict[str, int]]:
     """The record with one number doubled or halved, within what a kernel can take."""
-    found = []
-    now = {f.name: getattr(record, f.name) for f in fields(record)}
-    for name, value in now.items():
-        for other in (value * 2, value // 2) if isinstance(value, int) else ():
-            tile = math.prod(now[side] for side in ("tokens", "rows", "columns", "elements") if side in now)
-            least = LEAST_OF_A_DOT if "depth" in now and name in ("rows", "columns", "depth") else 1
-            larger = tile * other // value if name not in MOST else 0
-            if least <= other <= MOST.get(name, LARGEST_TILE) and larger <= LARGEST_TILE:
-                found.append(now | {name: other})
-    return found
+    neighbours = []
+    numbers = {f.name: getattr(record, f.name) for f in fields(record)}
+    for name, value in numbers.items():
+        for changed_value in (value * 2, value // 2) if isinstance(value, int) else ():
+            tile = math.prod(numbers[side] for side in ("tokens", "rows", "columns", "elements") if side in numbers)
+            least = LEAST_OF_A_DOT if "depth" in numbers and name in ("rows", "columns", "depth") else 1
+            larger = tile * changed_value // value if name not in MOST else 0
+            if least <= changed_value <= MOST.get(name, LARGEST_TILE) and larger <= LARGEST_TILE:
+                neighbours.append(numbers | {name: changed_value})
+    return neighbours
 
 
 def judged(cases: Sequence[Mapping[str, Any]], implementation: Implementation) -> Verdict:
     """The suite's verdict on the cases, each against the reference."""
-    for given in cases:
-        case = Case.family[given["function"]](**given)
+    for settings in cases:
+        case = Case.family[settings["function"]](**settings)
         outcome = evaluate(case, implementation, DEVICE)
         if outcome.status != "PASS":
-            return Verdict(False, f"{given['function']} {outcome.status} {outcome.finding or outcome.reason}")
+            return Verdict(False, f"{settings['function']} {outcome.status} {outcome.finding or outcome.reason}")
     return Verdict(True)
 
 
 def search(
     kernel: Kernel, sizes: tuning.Tuning, calls: Sequence[Call], implementation: Implementation, clock: Clock,
     until: float = math.inf,
-) -> Found:  # fmt: skip
+) -> SearchResult:  # fmt: skip
     """The fastest right sizes of a kernel that a walk from `sizes` reaches before the time `until`.
 
     Raises:
         RuntimeError: the sizes to begin with are wrong.
     """
     record = record_at(kernel.path)(sizes)
-    now = {f.name: getattr(record, f.name) for f in fields(record)}
+    numbers = {f.name: getattr(record, f.name) for f in fields(record)}
     with using(sizes):
         verdict = judged(kernel.cases, implementation)
-    if not verdict.right:
+    if not verdict.passed:
         raise RuntimeError(f"{kernel.path} is wrong before the search: {verdict.reason}")
-    found, better = Found(now), True
+    result, better = SearchResult(numbers), True
     while better:
         better = False
-        for other in candidates(record_at(kernel.path)(sizes)):
+        for candidate in candidates(record_at(kernel.path)(sizes)):
             if time.monotonic() > until:
-                return found
-            changed = tables.changed(sizes, kernel.path, other)
-            ratio = _ratio(calls, sizes, changed, clock, found)
+                return result
+            changed = tables.changed(sizes, kernel.path, candidate)
+            ratio = _ratio(calls, sizes, changed, clock, result)
             if ratio > 1 - GAIN:
                 continue
             with using(changed):
                 verdict = judged(kernel.cases, implementation)
-            if not verdict.right:
-                found.refused.append(f"{other}: {verdict.reason}")
+            if not verdict.passed:
+                result.refused.append(f"{candidate}: {verdict.reason}")
                 continue
-            sizes, found.sizes, found.ratio, better = changed, other, found.ratio * ratio, True
+            sizes, result.sizes, result.ratio, better = changed, candidate, result.ratio * ratio, True
             break
-    return found
+    return result
 
 
-def _ratio(calls: Sequence[Call], now: tuning.Tuning, changed: tuning.Tuning, clock: Clock, found: Found) -> float:
+def _ratio(
+    calls: Sequence[Call], current: tuning.Tuning, changed: tuning.Tuning, clock: Clock, result: SearchResult
+) -> float:
     """The geometric mean of the ratios of the calls' times; infinite if the compiler refuses."""
 
     def under(sizes: tuning.Tuning, call: Call) -> object:
@@ -237,12 +239,12 @@ def _ratio(calls: Sequence[Call], now: tuning.Tuning, changed: tuning.Tuning, cl
     logs = []
     try:
         for call in calls:
-            us = clock({"now": partial(under, now, call), "candidate": partial(under, changed, call)})
-            logs.append(math.log(us["candidate"] / us["now"]))
+            us = clock({"current": partial(under, current, call), "candidate": partial(under, changed, call)})
+            logs.append(math.log(us["candidate"] / us["current"]))
     except Exception as error:  # of the compiler, by any name: no room for the tile
-        found.refused.append(f"{type(error).__name__}")
+        result.refused.append(f"{type(error).__name__}")
         return math.inf
-    found.timed += 1
+    result.timed += 1
     return math.exp(sum(logs) / len(logs))
 
 
@@ -250,8 +252,8 @@ def record_at(path: str) -> Callable[[Any], Any]:
     """The record at a path of `Tuning`."""
 
     def get(sizes: Any) -> Any:
-        for part in path.split("."):
-            sizes = sizes[int(part)] if part.isdigit() else getattr(sizes, part)
+        for name in path.split("."):
+            sizes = sizes[int(name)] if name.isdigit() else getattr(sizes, name)
         return sizes
 
     return get
@@ -265,14 +267,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="prefixes of kernels, comma-separated")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of the search, at most")
     parser.add_argument("--table", help="the file to write; else the GPU's in moe_fast/launch/tables")
-    parser.add_argument("--quick", action="store_true", help="judge the sizes of now, time nothing")
+    parser.add_argument("--quick", action="store_true", help="judge the sizes in use, time nothing")
     options = parser.parse_args()
     implementation = Implementation(moe_fast, "moe_fast")
     chosen = [kernel for kernel in KERNELS if kernel.path.startswith(tuple(options.only.split(",")))]
     if options.quick:
         for kernel in chosen:
             verdict = judged(kernel.cases, implementation)
-            assert verdict.right, (kernel.path, verdict.reason)
+            assert verdict.passed, (kernel.path, verdict.reason)
             [kernel.make(shape, 24)() for shape in TINY.values()]
             print(f"{kernel.path}: judged", flush=True)
         return
@@ -280,24 +282,24 @@ def main() -> None:
     clock: Clock = partial(queued, blocks=3, reps=7)
     began = time.monotonic()
     written: dict[str, Any] = {"gpu": gpu._asdict(), "sizes": {}, "measured": {}}
-    name = next(part for part in gpu.name.lower().split() if any(c.isdigit() for c in part))
+    name = next(word for word in gpu.name.lower().split() if any(c.isdigit() for c in word))
     target = Path(options.table) if options.table else tables.FOLDER / f"{name}.json"
     for at, kernel in enumerate(chosen):
         share = (options.seconds - (time.monotonic() - began)) / (len(chosen) - at)
         calls = [kernel.make(SHAPES[name], TOKENS) for name in MODELS]
-        found = search(kernel, sizes, calls, implementation, clock, time.monotonic() + share)
-        if not found.timed:  # no time was left for it, or no candidate compiles
+        result = search(kernel, sizes, calls, implementation, clock, time.monotonic() + share)
+        if not result.timed:  # no time was left for it, or no candidate compiles
             print(f"{kernel.path}: no candidate timed", flush=True)
             continue
-        written["sizes"][kernel.path] = found.sizes
+        written["sizes"][kernel.path] = result.sizes
         written["measured"][kernel.path] = {
-            "ratio": round(found.ratio, 3),
-            "timed": found.timed,
-            "refused": len(found.refused),
+            "ratio": round(result.ratio, 3),
+            "timed": result.timed,
+            "refused": len(result.refused),
         }
         target.write_text(json.dumps(written, indent=1) + "\n")  # now: a search may be ended from outside
-        print(f"{kernel.path}: {found.ratio:.3f} of the time before, {found.timed} timed; {found.sizes}", flush=True)
-        for reason in found.refused:
+        print(f"{kernel.path}: {result.ratio:.3f} of the time before, {result.timed} timed; {result.sizes}", flush=True)
+        for reason in result.refused:
             print(f"  not taken: {reason}", flush=True)
     print(f"{target}: {time.monotonic() - began:.0f} s")
 

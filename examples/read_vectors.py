@@ -39,7 +39,7 @@ def load(path: Path) -> dict[str, Tensor]:
     header, start = json.loads(data[8 : 8 + length]), 8 + length
     out = {}
     for name, x in header.items():
-        begin, end = (start + place for place in x["data_offsets"])
+        begin, end = (start + offset for offset in x["data_offsets"])
         kind = WIDTHS.get(x["dtype"]) or RAW[x["dtype"]]
         out[name] = Tensor(x["dtype"], np.frombuffer(data[begin:end], kind).reshape(x["shape"]))
     return out
@@ -51,20 +51,20 @@ def wrong(rule: dict[str, Any], tensors: dict[str, Tensor], y: Tensor | None) ->
         return False
     if y is None:
         return not rule.get("may_be_absent", False)
-    right = tensors[rule["value"]]
+    expected = tensors[rule["value"]]
     if rule["rule"] == "integers":
-        return y.words.shape != right.words.shape or bool((y.words.astype(np.int64) != right.words).any())
-    if y.words.shape != right.words.shape or (rule["dtype"] and y.dtype != rule["dtype"]):
+        return y.words.shape != expected.words.shape or bool((y.words.astype(np.int64) != expected.words).any())
+    if y.words.shape != expected.words.shape or (rule["dtype"] and y.dtype != rule["dtype"]):
         return True
     if rule["rule"] == "bits":
-        return y.words.tobytes() != right.words.tobytes()
+        return y.words.tobytes() != expected.words.tobytes()
     if rule["rule"] == "equal":
-        return not np.array_equal(y.numbers, right.numbers, equal_nan=True)
+        return not np.array_equal(y.numbers, expected.numbers, equal_nan=True)
     if rule["rule"] == "places":
-        place = tensors[rule["places"]].words[y.words]
-        return bool(((place < tensors[rule["least"]].words) | (place > tensors[rule["most"]].words)).any())
+        position = tensors[rule["places"]].words[y.words]
+        return bool(((position < tensors[rule["least"]].words) | (position > tensors[rule["most"]].words)).any())
     if rule["rule"] == "interval":
-        value, bound = right.words, tensors[rule["bound"]].words
+        value, bound = expected.words, tensors[rule["bound"]].words
         with np.errstate(invalid="ignore"):
             near = (np.abs(y.numbers - value) <= bound) | (bound == np.inf)
         same = (y.numbers == value) | (np.isnan(y.numbers) & np.isnan(value))
@@ -94,9 +94,9 @@ def judge(folder: Path, function: str, call: Any) -> tuple[int, list[str]]:
     return judged, failed
 
 
-def permute(tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, **others: Any) -> Any:
+def permute(tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, **unknown_settings: Any) -> Any:
     """A row per routed token, by expert; without the settings that pad or drop rows."""
-    if others:
+    if unknown_settings:
         return None
     expert, token = (routing_map.words != 0).T.nonzero()
     none = Tensor("BOOL", np.zeros((), "u1"))

@@ -43,10 +43,10 @@ def permute(tokens: Tensor, routing_map: Tensor, *, probs: Tensor | None = None)
 
 def unpermute(rows: Tensor, row_map: Any, *, probs: Tensor | None = None) -> Tensor:
     """`moe_unpermute` of a mask."""
-    own, mask, shape = row_map
+    te_map, mask, shape = row_map
     check_unpermute(rows, int(mask.sum()), *mask.shape, None, probs)
     restored = (shape[0], rows.shape[1])
-    return te.pytorch.moe_unpermute(rows, own, merging_probs=probs, restore_shape=restored, map_type="mask")
+    return te.pytorch.moe_unpermute(rows, te_map, merging_probs=probs, restore_shape=restored, map_type="mask")
 
 
 def sort_chunks(rows: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None) -> SortedChunks:

@@ -42,8 +42,8 @@ class Model(nn.Module):
         return self.head(x_SBH)
 
     def parameters_of_all_ranks(self) -> list[nn.Parameter]:
-        own = {parameter for layer in self.layers for parameter in layer.expert_parameters()}
-        return [parameter for parameter in self.parameters() if parameter not in own]
+        of_experts = {parameter for layer in self.layers for parameter in layer.expert_parameters()}
+        return [parameter for parameter in self.parameters() if parameter not in of_experts]
 
 
 def average_gradients(model: Model, group: dist.ProcessGroup) -> None:

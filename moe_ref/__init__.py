@@ -17,7 +17,7 @@ Contents, in the order of reading:
     tutorial       a layer in plain loops, for somebody who has never seen one
     layer          the pipeline on one screen: gate, route, dispatch, grouped_mlp, combine
     config         settings, results, rules of illegal calls; `config.megatron`: Megatron's options
-    permutation    permute (with unpermute, sort_chunks), routing_map, rows (mover), second_oracle
+    permutation    permute (with unpermute, sort_chunks), routing_map, rows (mover)
     router         gating, scores and selection, capacity, balancing, losses, sinkhorn, route, state
     quantization   formats (bits), recipes (scales), quantize (codes of a tensor)
     experts        activations, linear, mlp, shared

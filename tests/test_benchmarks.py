@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import benchmarks
 import moe_ref
-from benchmarks import dispatch, exhaustive, growth, layer_ranks, outcomes, steadiness
+from benchmarks import dispatch, exhaustive, growth, layer_ranks, steadiness
 from benchmarks.common import SHAPES, Shape
 from benchmarks.honest import Counts, sweep
 from benchmarks.layer import check, make_layer
@@ -146,7 +146,7 @@ def of_one_rank():
 
 def test_a_wrong_layer_over_ranks_is_found(of_one_rank, monkeypatch):
     monkeypatch.setattr(layer_ranks, "KINDS", {"bf16": None})
-    ways = {"late": layer_ranks.WAYS["…, wgrad overlapped"]}
+    ways = {"late": layer_ranks.ROUTES["…, wgrad overlapped"]}
     of_one_rank.check(ways)
     right = layer_ranks.Bench.step
     monkeypatch.setattr(layer_ranks.Bench, "step", lambda *words: [1.1 * x for x in right(*words)])
@@ -159,7 +159,7 @@ def accumulator(leaf):
 
 
 def test_a_step_keeps_no_graph(of_one_rank, monkeypatch):
-    leaf, grad = of_one_rank.own.x_TH, torch.autograd.grad
+    leaf, grad = of_one_rank.local.x_TH, torch.autograd.grad
 
     def marking(*words, **settings):
         accumulator(leaf).metadata["seen"] = True
@@ -167,20 +167,5 @@ def test_a_step_keeps_no_graph(of_one_rank, monkeypatch):
         return grad(*words, **settings)
 
     monkeypatch.setattr(torch.autograd, "grad", marking)
-    of_one_rank.step(layer_ranks.WAYS["…, wgrad overlapped"], None)
+    of_one_rank.step(layer_ranks.ROUTES["…, wgrad overlapped"], None)
     assert not accumulator(leaf).metadata
-
-
-def test_outcomes_are_counted_by_status_and_failures_by_output_and_check():
-    wrong = {"output": "rows", "check": "exact", "message": "row 0 | is wrong"}
-    ended = [("permute", "PASS", None), ("permute", "FAIL", wrong), ("permute", "FAIL", wrong), ("route", "PASS", None)]
-    lines = [{"function": function, "status": status, "finding": found} for function, status, found in ended]
-    assert outcomes.by_status(lines)[1:] == [
-        "| function | FAIL | PASS |",
-        "| --- | --- | --- |",
-        "| permute | 2 | 1 |",
-        "| route | 0 | 1 |",
-    ]
-    assert outcomes.by_failure(lines)[-1] == "| permute | rows | exact | 2 | row 0 ¦ is wrong |"
-    other = [*lines[:2], lines[2] | {"finding": wrong | {"check": "bound"}}]
-    assert [line.split(" | ")[3] for line in outcomes.by_failure(other)[3:]] == ["1", "1"]

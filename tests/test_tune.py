@@ -35,7 +35,7 @@ def faster_if_wide(calls: Any) -> dict[str, float]:
     return {name: 1.0 if call() < WIDE else 0.5 for name, call in calls.items()}
 
 
-def found_with(glu: Any, clock: Any = faster_if_wide) -> tune.Found:
+def found_with(glu: Any, clock: Any = faster_if_wide) -> tune.SearchResult:
     namespace = SimpleNamespace(**vars(moe_fast) | {"glu": glu})
     kernel = replace(ACTIVATION, cases=ACTIVATION.cases[:1])
     return search(kernel, SIZES, [columns], Implementation(namespace), clock)
@@ -65,7 +65,7 @@ def test_sizes_that_are_wrong_to_begin_with_are_reported():
 
 @interpreted
 def test_neither_noise_nor_what_the_compiler_refuses_enters():
-    less = {"now": 1.0, "candidate": 1 - tune.GAIN / 2}
+    less = {"current": 1.0, "candidate": 1 - tune.GAIN / 2}
     noise = found_with(moe_fast.glu, lambda calls: less)
     assert (noise.ratio, noise.sizes["columns"]) == (1.0, SIZES.activation.columns)
 

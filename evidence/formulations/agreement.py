@@ -1,6 +1,5 @@
 """Plays a case of the suite by two formulations, and compares all results and gradients."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -17,7 +16,7 @@ from conformance.core.tensors import STRANGE
 from conformance.engine.choose.draw import drawn, run_seed, strategy
 from conformance.interface import Implementation, named_outputs
 from evidence.formulations.layers import play_layer
-from evidence.formulations.worlds import play_ranks, play_together
+from evidence.formulations.worlds import gradients, placed_inputs, play_ranks, play_together
 from moe_ref.config import LayerConfig, Recipe
 
 EXACT_DTYPES = ("quantize",)  # functions whose rules depend on the dtype of x, so that no input is widened
@@ -79,15 +78,16 @@ def played(namespace: Any, case: Case) -> dict[str, Any]:
 
 def play(namespace: Any, call: Problem) -> dict[str, Any]:
     """The results of one call, and the gradients that it wants."""
-    placed = {name: x.clone() for name, x in call.tensors.items()}
-    placed |= {name: placed[name].requires_grad_() for name in call.wanted}
+    placed = placed_inputs(call)
     implementation = Implementation(namespace)
     if call.script:
         out = call.script(implementation, call.required | call.settings | placed)
         out = call.read(implementation, out) if call.read else out
     else:
         out = _results_of(namespace, call, placed)
-    return out | gradients(call, out, placed)
+    outputs, inputs = [out[name] for name in call.cotangents], [placed[name] for name in call.wanted]
+    results = gradients(outputs, [*call.cotangents.values()], inputs)
+    return out | {f"d_{name}": gradient for name, gradient in zip(call.wanted, results, strict=True)}
 
 
 def _results_of(namespace: Any, call: Problem, placed: dict[str, Tensor]) -> dict[str, Any]:
@@ -99,20 +99,6 @@ def _results_of(namespace: Any, call: Problem, placed: dict[str, Tensor]) -> dic
     settings = {name: placed.get(name, x) for name, x in call.settings.items()}
     result = getattr(namespace, call.function)(*arguments, **settings)
     return named_outputs(result, CONTRACTS[call.function].outputs)
-
-
-def gradients(call: Problem, out: dict[str, Any], placed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradient of each wanted input; zeros where nothing reaches it."""
-    inputs = [placed[name] for name in call.wanted]
-    attached = [name for name in call.cotangents if out[name].requires_grad]
-    found_gradients: Sequence[Tensor | None] = [None] * len(inputs)
-    if attached and inputs:
-        cotangents = [call.cotangents[name].to(out[name].dtype) for name in attached]
-        found_gradients = torch.autograd.grad([out[name] for name in attached], inputs, cotangents, allow_unused=True)
-    return {
-        f"d_{name}": torch.zeros_like(x) if g is None else g
-        for name, x, g in zip(call.wanted, inputs, found_gradients, strict=True)
-    }
 
 
 def widened(call: Problem) -> Problem:

@@ -49,20 +49,15 @@ def summed(rows: Sequence[Tensor], places: Sequence[Sequence[Copy | None]], toke
                 subtotal = totals[source][token]
                 totals[source][token] = buffer[i] if subtotal is None else subtotal + buffer[i]
     zeros = torch.zeros(rows[0].shape[1:], dtype=rows[0].dtype)
-    return [
-        torch.stack([zeros if total is None else total for total in rank_totals])
-        if rank_totals
-        else zeros.new_zeros((0, *zeros.shape))
-        for rank_totals in totals
-    ]
+    empty = zeros.new_zeros((0, *zeros.shape))
+    return [torch.stack([zeros if x is None else x for x in rank]) if rank else empty for rank in totals]
 
 
 def flatten_experts(x_TE: Tensor, *, expert_parallel: int, expert_tensor_parallel: int) -> Tensor:
     """Column by column: the columns of each group, once for each shard."""
     local = x_TE.shape[1] // expert_parallel
-    order = [
-        ep * local + e for ep in range(expert_parallel) for _ in range(expert_tensor_parallel) for e in range(local)
-    ]
+    groups = [range(ep * local, (ep + 1) * local) for ep in range(expert_parallel)]
+    order = [column for group in groups for _ in range(expert_tensor_parallel) for column in group]
     return torch.stack([x_TE[:, column] for column in order], 1) if order else x_TE
 
 

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from evidence.formulations import dispatch, experts, fused, layer, parameters, quantization, router
-from moe_ref.permutation import second_oracle
+from evidence.formulations import dispatch, experts, fused, layer, parameters, permutation, quantization, router
 
-MODULES = (second_oracle, router, quantization, experts, fused, dispatch, parameters, layer)
+MODULES = (permutation, router, quantization, experts, fused, dispatch, parameters, layer)
 
 
 def __getattr__(name: str) -> Any:

@@ -105,9 +105,7 @@ class _LowPrecision(torch.autograd.Function):
         d_weight = grouped_wgrad(d_out, rows, counts, **ctx.how) if ctx.needs_input_grad[1] else None
         d_bias = None
         if ctx.needs_input_grad[2]:
-            d_bias = torch.stack(
-                [expert_gradient.sum(0) for expert_gradient in d_out[: counts.sum()].split(counts.tolist())]
-            )
+            d_bias = torch.stack([d_rows.sum(0) for d_rows in d_out[: counts.sum()].split(counts.tolist())])
         return d_rows, d_weight, d_bias, None, None
 
 
@@ -149,13 +147,8 @@ def grouped_wgrad(
     d_out = factor(d_out_PM, tokens_per_expert_L, "grad_output", "wgrad", **precision)
     rows = factor(rows_PN, tokens_per_expert_L, "input", "wgrad", **precision)
     expert, has_expert = experts_of(tokens_per_expert_L, len(rows))
-    masks_of_experts = [has_expert & (expert == e) for e in range(len(tokens_per_expert_L))]
-    product = torch.stack(
-        [
-            torch.einsum("pm,pn->mn", read(d_out, expert_mask), read(rows, expert_mask))
-            for expert_mask in masks_of_experts
-        ]
-    )
+    masks = [has_expert & (expert == e) for e in range(len(tokens_per_expert_L))]
+    product = torch.stack([torch.einsum("pm,pn->mn", read(d_out, mask), read(rows, mask)) for mask in masks])
     return product if accumulate_into is None else accumulate_into + product
 
 
@@ -207,13 +200,10 @@ def grouped_mlp(
     p = None if probs is None else torch.where(real, probs[at] if len(source) else probs[:0], 0.0)
     if probs_on_input and p is not None:
         x, p = x * p[:, None], None
-    layer_precisions = precisions(recipe, state, noise)
-    for layer_precision in layer_precisions:
-        layer_precision["noise"] = (
-            None if layer_precision["noise"] is None else layer_precision["noise"][:, : len(source)]
-        )
-    h = grouped_linear(x, fc1_weight, padded, bias=fc1_bias, **layer_precisions[0])
-    y = grouped_linear(acts(kind, **shape)(h, probs=p), fc2_weight, padded, **layer_precisions[1])
+    noise = None if noise is None else [x if x is None else x[:, : len(source)] for x in noise]
+    fc1, fc2 = precisions(recipe, state, noise)
+    h = grouped_linear(x, fc1_weight, padded, bias=fc1_bias, **fc1)
+    y = grouped_linear(acts(kind, **shape)(h, probs=p), fc2_weight, padded, **fc2)
     if fc2_bias is not None:
         bias = fc2_bias[experts_of(padded, len(source))[0]]
         y = y + (bias if p is None else bias * p[:, None])
@@ -249,6 +239,6 @@ def shared_experts(
     recompute: bool = False, recipe: Recipe | None = None, state: Any = None, noise: Any = None, **shape: Any,
 ) -> Tensor:  # fmt: skip
     """Two products, and a gate per token."""
-    layer_precisions = precisions(recipe, state, noise)
-    y = linear(acts(kind, **shape)(linear(x_TH, fc1_weight, **layer_precisions[0])), fc2_weight, **layer_precisions[1])
+    fc1, fc2 = precisions(recipe, state, noise)
+    y = linear(acts(kind, **shape)(linear(x_TH, fc1_weight, **fc1)), fc2_weight, **fc2)
     return y if gate_weight is None else y * sigmoid((x_TH * gate_weight).sum(1, keepdim=True))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from evidence.formulations.experts import acts
+from evidence.formulations.permutation import permute
 from evidence.formulations.quantization import quantize
 from moe_ref.config import PermutedQuantization, Quantization, Recipe
 from moe_ref.config.fused_activations import QuantizedGradients
-from moe_ref.permutation.second_oracle import permute
 
 FORMS = ("rowwise", "columnwise", "state", "noise")  # arguments of the quantiser
 

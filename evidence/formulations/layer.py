@@ -29,12 +29,10 @@ def moe_layer(
     ranks, records = range(len(x)), torch.is_grad_enabled()
     masks = [None] * len(x) if padding_mask is None else padding_mask
     logits = []
-    for rank in ranks:
-        router_inputs = (
-            x[rank] if config.jitter_eps is None else x[rank] * (1 + config.jitter_eps * (2 * noise[rank] - 1))
-        )
-        rank_parameters = parameters[rank]
-        logits.append(gate(router_inputs, rank_parameters.router_weight, bias=rank_parameters.router_bias))
+    for rank, p in enumerate(parameters):
+        eps = config.jitter_eps
+        router_input = x[rank] if eps is None else x[rank] * (1 + eps * (2 * noise[rank] - 1))
+        logits.append(gate(router_input, p.router_weight, bias=p.router_bias))
 
     def at(rank: int, sum_over: Any) -> Any:
         group = RouterRanks(tp_dp_cp=RankGroup(len(x), sum_over(ranks)))
@@ -49,8 +47,7 @@ def moe_layer(
         routed.append(out._replace(probs=probs_TE, routing_map=out.routing_map & real))
 
     tokens = [
-        rank_parameters if p.latent_down is None else linear(rank_parameters, p.latent_down)
-        for rank_parameters, p in zip(x, parameters, strict=True)
+        x_TH if p.latent_down is None else linear(x_TH, p.latent_down) for x_TH, p in zip(x, parameters, strict=True)
     ]
     dispatched, shards = _dispatched(tokens, routed, config)
     if rerun and any(bool(rank_rows.overflow) for rank_rows in dispatched):
@@ -76,10 +73,7 @@ def _dispatched(tokens: Sequence[Tensor], routed: Sequence[Any], config: LayerCo
     maps, probs = [out.routing_map for out in routed], [out.probs for out in routed]
     if shards > 1 and config.dispatcher not in SHARDING:
         sizes = {"expert_parallel": len(tokens) // shards, "expert_tensor_parallel": shards}
-        maps, probs = (
-            [dispatch.flatten_experts(rank_slots, **sizes) for rank_slots in slots_of_ranks]
-            for slots_of_ranks in (maps, probs)
-        )
+        maps, probs = ([dispatch.flatten_experts(x_TE, **sizes) for x_TE in ranks] for ranks in (maps, probs))
     options: dict[str, Any] = {"num_rows": config.num_rows}
     if config.dispatcher in SHARDING:
         options |= {"expert_tensor_parallel": shards}

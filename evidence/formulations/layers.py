@@ -4,21 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from conformance.core.contract import Problem
 from conformance.families.experts.precision_mlp import pairs_from
 from conformance.families.layer.routing import routed_outputs, state_before
 from conformance.interface import Implementation
+from evidence.formulations.worlds import gradients_of_ranks, placed_inputs
 from moe_ref.config import LayerParameters
 
 
 def play_layer(namespace: Any, calls: Sequence[Problem]) -> dict[str, Any]:
     """The layer on all ranks, and the gradients of what they want."""
     implementation, config = Implementation(namespace), calls[0].required["config"]
-    places = [{name: x.clone() for name, x in call.tensors.items()} for call in calls]
-    for call, placed in zip(calls, places, strict=True):
-        placed |= {name: placed[name].requires_grad_() for name in call.wanted}
+    places = list(map(placed_inputs, calls))
     parameters = [
         LayerParameters(**{n: x for n, x in placed.items() if n in LayerParameters._fields}) for placed in places
     ]
@@ -32,13 +30,7 @@ def play_layer(namespace: Any, calls: Sequence[Problem]) -> dict[str, Any]:
     for rank, routed in enumerate(out.routed):
         results |= {f"{rank}: {name}": x for name, x in routed_outputs(implementation, routed).items()}
         results[f"{rank}: output"] = out.output[rank]
-    wanted = [(rank, name) for rank, call in enumerate(calls) for name in call.wanted]
-    inputs = [places[rank][name] for rank, name in wanted]
-    attached = [rank for rank, call in enumerate(calls) if call.cotangents and out.output[rank].requires_grad]
-    gradients: Sequence[Tensor | None] = [None] * len(inputs)
-    if attached and inputs:
-        outputs, given_back = [out.output[r] for r in attached], [calls[r].cotangents["output"] for r in attached]
-        gradients = torch.autograd.grad(outputs, inputs, given_back, allow_unused=True)
-    for (rank, name), x, g in zip(wanted, inputs, gradients, strict=True):
-        results[f"{rank}: d_{name}"] = torch.zeros_like(x) if g is None else g
-    return results
+    with_cotangent = [rank for rank, call in enumerate(calls) if call.cotangents]
+    cotangents = [calls[rank].cotangents["output"] for rank in with_cotangent]
+    outputs = [out.output[rank] for rank in with_cotangent]
+    return results | gradients_of_ranks(calls, places, outputs, cotangents)

@@ -31,9 +31,8 @@ def relaid(state: State, key: str, num_experts: int, packed: bool) -> dict[str, 
         return {name: x for name, x in state.items() if name not in keys_of_experts} | {key: packed_parameter}
     if not packed and key in state and not there:
         members = members_of(state[key], num_experts)
-        return {name: x for name, x in state.items() if name != key} | {
-            n: members[e] for n, e in keys_of_experts.items()
-        }
+        unrelated = {name: x for name, x in state.items() if name != key}
+        return unrelated | {name: members[e] for name, e in keys_of_experts.items()}
     return dict(state)
 
 
@@ -53,16 +52,11 @@ def normalize_master_parameters(state: State, *, name: str, num_experts: int, pa
     expert_matches = [match for match in matches if match[2] is not None and int(match[2]) < num_experts]
     if packed:
         one_prefix = len({match[1] for match in expert_matches}) == 1 and len(expert_matches) == num_experts
-        return (
-            relaid(state, expert_matches[0][1] + name, num_experts, True)
-            if one_prefix and not packed_matches
-            else dict(state)
-        )
-    return (
-        relaid(state, packed_matches[0][0], num_experts, False)
-        if len(packed_matches) == 1 and not expert_matches
-        else dict(state)
-    )
+        if one_prefix and not packed_matches:
+            return relaid(state, expert_matches[0][1] + name, num_experts, True)
+    elif len(packed_matches) == 1 and not expert_matches:
+        return relaid(state, packed_matches[0][0], num_experts, False)
+    return dict(state)
 
 
 def convert_experts(state: State, *, num_experts: int, layout: str, prefix: str = "") -> dict[str, Any]:
@@ -138,14 +132,11 @@ def keys_of(prefix: str, num_experts: int) -> list[str]:
 def split_extra_state(state: State, *, num_experts: int, prefix: str = "") -> dict[str, Any]:
     """Expert e has each L-th column, from e on."""
     first, *other_keys = keys_of(prefix, num_experts)
-    packed_state = state.get(first)
-    if (
-        not isinstance(packed_state, Mapping)
-        or "scale_fwd" not in packed_state
-        or any(key in state for key in other_keys)
-    ):
-        return dict(state)
-    out = dict(state)
+    packed_state, out = state.get(first), dict(state)
+    if not isinstance(packed_state, Mapping) or "scale_fwd" not in packed_state:
+        return out
+    if any(key in state for key in other_keys):
+        return out
     for e, key in enumerate([first, *other_keys]):
         out[key] = {name: x[..., e::num_experts] if name in COLUMNS else x for name, x in packed_state.items()}
         out[key]["extra_fp8_variables"] = dict(packed_state.get("extra_fp8_variables", {}), num_gemms=1)

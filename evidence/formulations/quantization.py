@@ -239,10 +239,9 @@ def quantize(
             if rule.transformed:
                 x = torch.from_numpy(hadamard(x)).to(x_MN.dtype).float().numpy()
             delayed_scale = None if state is None else float(state.scale[g])
+            group_noise = group_noise if stochastic else None
             with np.errstate(all="ignore"):
-                form.groups.append(
-                    _group(np.ascontiguousarray(x), rule, delayed_scale, group_noise if stochastic else None)
-                )
+                form.groups.append(_group(np.ascontiguousarray(x), rule, delayed_scale, group_noise))
             begin += size
         form.source = _source(x_MN, rule, begin)
         forms[turned] = form
@@ -275,12 +274,8 @@ def _source(x_MN: Tensor, rule: Rule, rows: int) -> Tensor:
 def _joined_groups(quantized: Quantized, columnwise: bool, name: str) -> Tensor:
     """[M,N] of codes or values, zeros past the last group."""
     form = quantized.forms[columnwise]
-    group_values = [getattr(group, name) for group in form.groups]
-    rows_of_groups = np.concatenate(
-        [values_of_group.T if columnwise else values_of_group for values_of_group in group_values]
-    )
-    tail = np.zeros((quantized.shape[0] - len(rows_of_groups), quantized.shape[1]), rows_of_groups.dtype)
-    return torch.from_numpy(np.concatenate([rows_of_groups, tail]))
+    rows = _rows_of([getattr(group, name) for group in form.groups], columnwise)
+    return torch.cat([rows, rows.new_zeros(quantized.shape[0] - len(rows), quantized.shape[1])])
 
 
 def codes(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
@@ -297,10 +292,9 @@ def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "com
     return all_scales.flatten() if form.rule.recipe.scaling in ("delayed", "current") else all_scales
 
 
-def _rows_of(values_of_groups: list[Array], columnwise: bool) -> Tensor:
-    return torch.from_numpy(
-        np.concatenate([group_values.T if columnwise else group_values for group_values in values_of_groups]).copy()
-    )
+def _rows_of(groups: list[Array], columnwise: bool) -> Tensor:
+    """The values of all groups one below the other, in the orientation of the tensor."""
+    return torch.from_numpy(np.concatenate([x.T if columnwise else x for x in groups]).copy())
 
 
 def _for_products(scale: Array, rule: Rule) -> Array:

@@ -83,10 +83,8 @@ def topk_indices(
             weight_K = weight_K / (sum(weight_K) + 1e-20)
         weights.append(weight_K if scaling_factor is None else weight_K * scaling_factor)
         indices.append(places)
-    empty = logits_TE.new_zeros((0, topk))
-    return TopK(
-        torch.stack(weights) if weights else empty, torch.tensor(indices, dtype=torch.int64).reshape(-1, empty.shape[1])
-    )
+    index_TK = torch.tensor(indices, dtype=torch.int64).reshape(-1, topk)
+    return TopK(torch.stack(weights) if weights else logits_TE.new_zeros((0, topk)), index_TK)
 
 
 def topk_routing(logits_TE: Tensor, **settings: Any) -> Routed:
@@ -106,16 +104,12 @@ def sinkhorn_routing(logits_TE: Tensor, *, topk: int, training: bool = True) -> 
         cost = logits_TE.detach().exp().tolist()
         row_factors, column_factors, change = [1.0] * tokens, [1.0] * experts, 1.0
         while change > 1e-4:
-            earlier_factors = column_factors
+            earlier, columns = column_factors, zip(*cost, strict=True)
             row_factors = [1 / (fsum(map(mul, row, column_factors)) + 1e-8) / tokens for row in cost]
-            column_factors = [
-                1 / (fsum(map(mul, column, row_factors)) + 1e-8) / experts for column in zip(*cost, strict=True)
-            ]
-            change = fsum(abs(a - b) for a, b in zip(column_factors, earlier_factors, strict=True)) / experts
-        plan = [
-            [a * c * b for c, b in zip(row, column_factors, strict=True)]
-            for a, row in zip(row_factors, cost, strict=True)
-        ]
+            column_factors = [1 / (fsum(map(mul, column, row_factors)) + 1e-8) / experts for column in columns]
+            change = fsum(abs(a - b) for a, b in zip(column_factors, earlier, strict=True)) / experts
+        rows_of_plan = zip(row_factors, cost, strict=True)
+        plan = [[a * c * b for c, b in zip(row, column_factors, strict=True)] for a, row in rows_of_plan]
         keys = torch.tensor(plan, dtype=torch.float64)
     routing_map = torch.zeros(tokens, experts, dtype=torch.bool)
     for t in range(tokens):
@@ -242,10 +236,8 @@ def route(
 
     probs_TE, state = routed.probs, state._replace(replay_queue=tuple(queue))
     if records:
-        balancing_losses, state = _balancing(
-            logits_TE, config, state, batch_size, mask, padding_mask is not None, ranks
-        )
-        for name, (value, factor) in balancing_losses.items():
+        terms, state = _balancing(logits_TE, config, state, batch_size, mask, padding_mask is not None, ranks)
+        for name, (value, factor) in terms.items():
             losses[name] = value
             probs_TE = attach_loss(probs_TE, value * factor, scale=loss_scale)
         if config.expert_bias:

@@ -33,13 +33,38 @@ def play_together(
     }
 
 
+def placed_inputs(call: Problem) -> dict[str, Tensor]:
+    """Copies of a call's tensors, of which those that want a gradient are leaves."""
+    placed = {name: x.clone() for name, x in call.tensors.items()}
+    return placed | {name: placed[name].requires_grad_() for name in call.wanted}
+
+
+def gradients(outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient of each input; zeros where none reaches it."""
+    pairs = [(x, d_x.to(x.dtype)) for x, d_x in zip(outputs, cotangents, strict=True) if x.requires_grad]
+    results: Sequence[Tensor | None] = [None] * len(inputs)
+    if pairs and inputs:
+        attached, d_attached = zip(*pairs, strict=True)
+        results = torch.autograd.grad(attached, inputs, d_attached, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, results, strict=True)]
+
+
+def gradients_of_ranks(
+    calls: Sequence[Problem], places: Sequence[dict[str, Tensor]], outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+) -> dict[str, Tensor]:  # fmt: skip
+    """The gradients that each rank wants, by rank and name."""
+    wanted = [(rank, name) for rank, call in enumerate(calls) for name in call.wanted]
+    results = gradients(outputs, cotangents, [places[rank][name] for rank, name in wanted])
+    return {f"{rank}: d_{name}": gradient for (rank, name), gradient in zip(wanted, results, strict=True)}
+
+
 def play_ranks(namespace: Any, calls: list[Problem]) -> dict[str, Any]:
     """Run one call with lists over the ranks, and take the gradients that all ranks want."""
-    places = [{name: x.clone() for name, x in call.tensors.items()} for call in calls]
-    for call, placed in zip(calls, places, strict=True):
-        placed |= {name: placed[name].requires_grad_() for name in call.wanted}
+    places = list(map(placed_inputs, calls))
     outputs: dict[str, Any] = {}
-    attached, cotangents = [], []
+    differentiated: list[Tensor] = []
+    cotangents: list[Tensor] = []
     results = _listed(namespace, calls, places)
     for rank, (call, out) in enumerate(zip(calls, results, strict=True)):
         for name, x in out.items():
@@ -49,18 +74,9 @@ def play_ranks(namespace: Any, calls: list[Problem]) -> dict[str, Any]:
                 out = out | {"dequantized": x}
             outputs[f"{rank}: {name}"] = x
         out = {"ordered": out.get("rows")} | out  # both formulations have the reference's order
-        for name, d_x in call.cotangents.items():
-            if out[name].requires_grad:
-                attached.append(out[name])
-                cotangents.append(d_x.to(out[name].dtype))
-    wanted = [(rank, name) for rank, call in enumerate(calls) for name in call.wanted]
-    inputs = [places[rank][name] for rank, name in wanted]
-    gradients: Sequence[Tensor | None] = [None] * len(inputs)
-    if attached and inputs:
-        gradients = torch.autograd.grad(attached, inputs, cotangents, allow_unused=True)
-    for (rank, name), x, g in zip(wanted, inputs, gradients, strict=True):
-        outputs[f"{rank}: d_{name}"] = torch.zeros_like(x) if g is None else g
-    return outputs
+        differentiated += [out[name] for name in call.cotangents]
+        cotangents += call.cotangents.values()
+    return outputs | gradients_of_ranks(calls, places, differentiated, cotangents)
 
 
 def _listed(namespace: Any, calls: list[Problem], places: Sequence[dict[str, Tensor]]) -> list[dict[str, Any]]:

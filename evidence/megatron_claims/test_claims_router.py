@@ -11,7 +11,6 @@ try:
 except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
 from megatron.core.fusions.fused_bias_swiglu import WeightedSwiGLUFunction
 from megatron.core.transformer import transformer_config
 from megatron.core.transformer.module import Float16Module
@@ -42,23 +41,7 @@ def test_jitter_keeps_the_dtype_of_its_first_call():
     assert float32_first.apply_input_jitter(half).dtype == torch.float32
 
 
-def test_evaluation_with_gradients_counts_for_the_bias():
-    router = top_k_router(**BALANCED_BY_BIAS).eval()
-    router(torch.randn(12, 1, 8))
-    assert router.local_tokens_per_expert.sum() == 24
-    with torch.no_grad():
-        router(torch.randn(12, 1, 8))
-    assert router.local_tokens_per_expert.sum() == 24
-
-
-def test_the_bias_of_a_router_in_evaluation_is_updated():
-    router = top_k_router(**BALANCED_BY_BIAS, moe_router_bias_update_rate=0.25).eval()
-    router.local_tokens_per_expert.copy_(torch.tensor([1.0, 3.0, 2.0, 2.0]))
-    _update_router_expert_bias([router], router.config)
-    assert router.expert_bias.tolist() == [0.25, -0.25, 0, 0]
-
-
-# H12: groups
+# Groups
 
 
 def test_more_groups_than_choices_makes_the_groups_arbitrary():
@@ -105,7 +88,7 @@ def test_too_few_experts_in_the_kept_groups_route_to_an_expert_of_another_group(
     )  # why: float32 in another order; the claim is about tens of per cent
 
 
-# H13, H17, H20: configuration, and what 0.16.1 does not have
+# Configuration, and what 0.16.1 does not have
 
 
 def test_the_graph_guard_knows_the_old_name_of_map_padding_only(monkeypatch):
@@ -151,7 +134,7 @@ def test_an_unknown_load_balancing_name_is_plain_top_k():
         assert torch.equal(probs, unbalanced[0]) and torch.equal(routing_map, unbalanced[1])
 
 
-# H18: the fp8 store of SwiGLU's input
+# The fp8 store of SwiGLU's input
 
 
 @pytest.mark.parametrize(("gate", "stored"), [(400.0, 384.0), (500.0, 448.0), (inf, 448.0)])
@@ -163,7 +146,7 @@ def test_the_fp8_store_of_an_activation_saturates_silently(gate, stored):
     assert hidden.grad[0, 1] == torch.tensor(stored) * torch.tensor(stored).sigmoid()
 
 
-# H22: counters below float32
+# Counters below float32
 
 
 def test_counters_become_bfloat16_with_the_model_and_the_bias_does_not():
@@ -212,22 +195,6 @@ def test_bfloat16_counters_stop_at_256_under_steps_of_one():
 # Padding masks
 
 
-def test_counting_for_the_bias_with_a_padding_mask_raises():
-    router = top_k_router(**BALANCED_BY_BIAS)
-    with pytest.raises(RuntimeError, match="must match"):
-        router(torch.randn(5, 1, 8), torch.zeros(5, 1, dtype=torch.bool))
-
-
-def test_with_as_many_tokens_as_experts_the_padding_mask_hides_experts_instead():
-    router = top_k_router(**BALANCED_BY_BIAS)
-    padding = torch.tensor([True, False, False, False])
-    _, routing_map = router(torch.randn(4, 1, 8), padding[:, None])
-    assert torch.equal(
-        router.local_tokens_per_expert, (routing_map * ~padding).sum(0).float()
-    )  # column 0 is never counted
-    assert not torch.equal(router.local_tokens_per_expert, routing_map[~padding].sum(0).float())
-
-
 def test_the_balancing_loss_takes_a_mask_of_the_opposite_sense():
     scores = torch.tensor([[1.0, 0.0], [10.0, 0.0]])
     loss = moe_utils.switch_load_balancing_loss_func(
@@ -238,14 +205,3 @@ def test_the_balancing_loss_takes_a_mask_of_the_opposite_sense():
         scores, 1, "softmax", padding_mask=torch.tensor([True, False])
     )
     assert not aux_scores[0].any() and aux_scores[1].any()
-
-
-@pytest.mark.parametrize("row", [[nan, 0.0], [inf, 0.0], [-inf, -inf]])
-def test_a_masked_row_of_nan_or_infinity_still_spoils_the_losses(row):
-    logits, padding = torch.tensor([row, [0.0, 0.0]]), torch.tensor([True, False])
-    assert moe_utils.z_loss_func(logits, 1.0, padding_mask=padding).isnan()
-    routing_map, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, 1, "softmax", padding_mask=padding)
-    assert scores[0].isnan().all() and not routing_map[0].any()
-
-
-# Precision

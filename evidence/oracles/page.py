@@ -73,12 +73,17 @@ def page(results: Sequence[Result]) -> str:
 
 
 def differences(result: Result) -> Iterator[str]:
-    """The causes of one peer's differences, an item of a list each."""
-    for subject, difference in by_cause(result.comparisons):
+    """The causes of one peer's differences, an item of a list each, below its name."""
+    causes = list(by_cause(result.comparisons))
+    if causes:
+        yield f"**{result.peer}**\n"
+    for subject, difference in causes:
         count = f"{difference.values:,} value{'s' * (difference.values != 1)}"
-        text = f"- {result.peer}: {difference.cause or 'not explained'}. Right: {difference.right}. {count}"
+        text = f"- {difference.cause or 'not explained'}. Right: {difference.right}. {count}"
         text += f"; smallest case ({subject}): {difference.smallest}."
         yield textwrap.fill(text, 100, subsequent_indent="  ", break_long_words=False)
+    if causes:
+        yield ""
 
 
 def record(results: Sequence[Result]) -> dict[str, Any]:

@@ -246,12 +246,6 @@ def aux_loss_score(logits: Tensor, topk: int, score_function: str, routing_map_f
     return shim.fused_compute_score_for_moe_aux_loss(logits, topk, score_function)
 
 
-def aux_loss(probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: Any, num_experts: int, topk: int,
-             coeff: float) -> Tensor:  # fmt: skip
-    """`fused_moe_aux_loss`."""
-    return shim.fused_moe_aux_loss(probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff)
-
-
 def named_recipe(name: str) -> type:
     """A class of `transformer_engine.common.recipe`, which answers by its name alone."""
     kinds = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8", "nvfp4")
@@ -307,7 +301,7 @@ def install() -> None:
         RoutingMapFormat=Format,
         fused_topk_with_score_function=fused_topk,
         fused_compute_score_for_moe_aux_loss=aux_loss_score,
-        fused_moe_aux_loss=aux_loss,
+        fused_moe_aux_loss=shim.fused_moe_aux_loss,
     )
     split = lambda x, sizes, quantizers, **_: quantizers[0].split(x, list(sizes))  # noqa: E731
     stub("transformer_engine_torch", DType=DType, split_quantize=split)

@@ -59,10 +59,10 @@ def found(row: Row, of: Callable[[Row, str], str] = of_release) -> Found:
     if not failure:
         return Found(row, "not shown", f"{row.broken} passes the contract. {row.why}".strip())
     if row.mended is None:
-        return Found(row, "half", f"{row.broken} fails. No release has mended it.", failure)
+        return Found(row, "half", "No release has mended it.", failure)
     try:
         if not of(row, row.mended):
-            return Found(row, "found again", f"{row.mended} passes.", failure)
+            return Found(row, "found again", "", failure)
         if row.mended_later and not of(row, row.mended_later):
             text = f"{row.mended}, said to have mended it, fails too; {row.mended_later} passes."
             return Found(row, "found again", text, failure)

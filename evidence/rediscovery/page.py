@@ -29,7 +29,7 @@ class Found:
 
     row: Row
     outcome: str  # found again, half, not shown, not run
-    text: str
+    text: str  # the reason, or what the outcome leaves open
     finding: str = ""
 
 
@@ -63,8 +63,8 @@ def page(results: Sequence[Found], where: Sequence[str] = ()) -> str:
 
 
 def _entry(result: Found) -> str:
-    text = f"- {result.row.bug}. {result.text}"
-    return _wrapped(text + (f" {result.row.broken}: {result.finding}." if result.finding else ""))
+    finding = f"{result.row.broken}: {result.finding}." if result.finding else ""
+    return _wrapped(" ".join(filter(None, (f"- {result.row.bug}.", result.text, finding))))
 
 
 def _wrapped(text: str) -> str:

@@ -19,12 +19,12 @@ for bias in (strided, strided.contiguous()):
         chosen.append(topk(logits, 1, False, None, None, None, "sigmoid", bias)[1].int().argmax().item())
     except Exception:
         chosen.append(2)  # refused, which is not silent
-wrong = chosen[0] != 2
+has_defect = chosen[0] != 2
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
 print(
     f"bias 0, 0, 1 chooses expert {chosen[0]}; the same bias, contiguous, chooses {chosen[1]}"
-    if wrong
+    if has_defect
     else "a strided bias chooses as a contiguous one, or is refused"
 )
-sys.exit(int(wrong))
+sys.exit(int(has_defect))

@@ -14,13 +14,13 @@ except Exception as error:  # its libraries fail in their own ways
 rows = torch.arange(10.0, device="cuda")[:, None].repeat(1, 16)
 sizes = torch.tensor([3, 0, 1, 4], dtype=torch.int32, device="cuda")
 strided = torch.tensor([2, 0, 0, 0, 3, 0, 1, 0], dtype=torch.int32, device="cuda")[::2]  # 2, 0, 3, 1
-right = [3, 0, 1, 2, 4, 5, 6, 7, 8, 9]
+expected = [3, 0, 1, 2, 4, 5, 6, 7, 8, 9]
 try:
     got = te.moe_sort_chunks_by_index(rows, sizes, strided)[:, 0].int().tolist()
 except Exception:
-    got = right  # refused, which is not silent
-wrong = got != right
+    got = expected  # refused, which is not silent
+has_defect = got != expected
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-print(f"rows come as {got}; right is {right}" if wrong else "the order is read by its strides, or refused")
-sys.exit(int(wrong))
+print(f"rows come as {got}; right is {expected}" if has_defect else "the order is read by its strides, or refused")
+sys.exit(int(has_defect))

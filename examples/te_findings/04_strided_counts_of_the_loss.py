@@ -19,12 +19,12 @@ for counts in (strided, strided.contiguous()):
         losses.append(fused_moe_aux_loss(probs, counts, 8, 4, 1, 1.0).item())
     except Exception:
         losses.append(None)  # refused, which is not silent
-wrong = losses[0] not in (None, losses[1])
+has_defect = losses[0] not in (None, losses[1])
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
 print(
     f"the loss is {losses[0]}; of the same counts, contiguous, {losses[1]}"
-    if wrong
+    if has_defect
     else "counts are read by their strides, or refused"
 )
-sys.exit(int(wrong))
+sys.exit(int(has_defect))

@@ -19,12 +19,12 @@ try:
     counts = scores_of(masked, 2, "sqrtsoftplus")[0].sum(1).tolist()
 except RuntimeError:
     counts = [2, 2, 2]  # releases before 2.13 have no such scores
-wrong = chosen != [0, 1] or counts != [2, 2, 2]
+has_defect = chosen != [0, 1] or counts != [2, 2, 2]
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
 print(
     f"of softmax probabilities 0 and 1 it chooses {chosen}; with -inf among logits, {counts} experts where K is 2"
-    if wrong
+    if has_defect
     else "the larger score is chosen, and always K experts"
 )
-sys.exit(int(wrong))
+sys.exit(int(has_defect))

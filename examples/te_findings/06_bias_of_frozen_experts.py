@@ -18,10 +18,12 @@ rows = torch.ones(5, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True
 layer(rows, [2, 3]).sum().backward()
 got = [getattr(layer, f"bias{expert}").grad for expert in range(2)]
 got = [None if x is None else x[0].item() for x in got]
-wrong = got != [2, 3]
+has_defect = got != [2, 3]
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
 print(
-    f"the biases of 2 and 3 rows have gradients {got}; right is [2, 3]" if wrong else "biases of frozen experts train"
+    f"the biases of 2 and 3 rows have gradients {got}; right is [2, 3]"
+    if has_defect
+    else "biases of frozen experts train"
 )
-sys.exit(int(wrong))
+sys.exit(int(has_defect))

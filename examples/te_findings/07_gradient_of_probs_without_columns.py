@@ -19,12 +19,12 @@ dirty = [torch.full((4096,), torch.nan, device="cuda") for _ in range(64)]
 del dirty  # what the allocator gives next holds NaN
 (gradient,) = torch.autograd.grad(out.sum(), probs)
 bad = int((gradient != 1).sum())
-wrong = bad > 0
+has_defect = bad > 0
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
 print(
     f"{bad} of 4096 gradients of the probs are not 1, as {gradient[:3].tolist()}"
-    if wrong
+    if has_defect
     else "every gradient of the probs is written"
 )
-sys.exit(int(wrong))
+sys.exit(int(has_defect))

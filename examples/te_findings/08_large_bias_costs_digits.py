@@ -18,12 +18,12 @@ for size in (0.0, 64.0):
     probs, chosen = topk(logits, 4, False, None, None, None, "sigmoid", bias)
     score = logits.double().sigmoid() * chosen
     errors.append((probs.double() - score / score.sum(1, keepdim=True)).abs().max().item())
-wrong = errors[1] > 5 * errors[0]
+has_defect = errors[1] > 5 * errors[0]
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
 print(
     f"largest error {errors[0]:.1e} without a bias, {errors[1]:.1e} with a bias of 64"
-    if wrong
+    if has_defect
     else "the bias chooses, and does not change the probabilities"
 )
-sys.exit(int(wrong))
+sys.exit(int(has_defect))

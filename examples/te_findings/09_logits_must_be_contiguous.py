@@ -13,18 +13,18 @@ except Exception as error:  # its libraries fail in their own ways
     sys.exit(2)
 
 logits = torch.randn(4, 16, device="cuda")[:, ::2]
-found = []
+failures = []
 for name, call in {
     "fused_topk_with_score_function": lambda x: topk(x, 2, False, None, None, None, "softmax", None)[1],
     "fused_compute_score_for_moe_aux_loss": lambda x: scores_of(x, 2, "softmax")[0],
 }.items():
     try:
         if not torch.equal(call(logits), call(logits.contiguous())):
-            found.append(f"{name}: other experts are chosen, without an error")
+            failures.append(f"{name}: other experts are chosen, without an error")
     except Exception as error:
-        found.append(f"{name} raises: {str(error).splitlines()[0][-90:]}")
-wrong = bool(found)
+        failures.append(f"{name} raises: {str(error).splitlines()[0][-90:]}")
+has_defect = bool(failures)
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-print("strided logits in " + "; ".join(found) if wrong else "logits may have any strides")
-sys.exit(int(wrong))
+print("strided logits in " + "; ".join(failures) if has_defect else "logits may have any strides")
+sys.exit(int(has_defect))

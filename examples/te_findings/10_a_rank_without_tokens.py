@@ -21,8 +21,8 @@ for name, call in {
         call()
     except Exception as error:
         raised.append(f"{name}: {type(error).__name__}: {str(error)[:60]}")
-wrong = bool(raised)
+has_defect = bool(raised)
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-print("an empty rank raises in " + "; ".join(raised) if wrong else "an empty rank gets no rows")
-sys.exit(int(wrong))
+print("an empty rank raises in " + "; ".join(raised) if has_defect else "an empty rank gets no rows")
+sys.exit(int(has_defect))

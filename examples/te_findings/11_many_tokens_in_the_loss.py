@@ -18,8 +18,8 @@ for total in (2**31 + 8, torch.tensor(0.5, device="cuda")):
         fused_moe_aux_loss(probs, counts, total, 4, 1, 1.0)
     except Exception as error:
         raised.append(f"{total}: {type(error).__name__}: {str(error).splitlines()[0][:60]}")
-wrong = bool(raised)
+has_defect = bool(raised)
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-print("total_num_tokens of " + "; ".join(raised) if wrong else "any number of tokens is taken")
-sys.exit(int(wrong))
+print("total_num_tokens of " + "; ".join(raised) if has_defect else "any number of tokens is taken")
+sys.exit(int(has_defect))

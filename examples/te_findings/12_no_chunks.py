@@ -13,10 +13,10 @@ except Exception as error:  # its libraries fail in their own ways
 
 rows, none = torch.ones(5, 16, device="cuda"), torch.empty(0, dtype=torch.int32, device="cuda")
 try:
-    wrong, told = not torch.equal(te.moe_sort_chunks_by_index(rows, none, none), rows), "other rows"
+    has_defect, message = not torch.equal(te.moe_sort_chunks_by_index(rows, none, none), rows), "other rows"
 except Exception as error:
-    wrong, told = True, f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
+    has_defect, message = True, f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-print(f"sorting no chunk: {told}" if wrong else "rows past no chunk stay")
-sys.exit(int(wrong))
+print(f"sorting no chunk: {message}" if has_defect else "rows past no chunk stay")
+sys.exit(int(has_defect))

@@ -14,7 +14,7 @@ except Exception as error:  # its libraries fail in their own ways
 
 layer = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
 rows = torch.ones(32, 64, dtype=torch.bfloat16, device="cuda")
-before = layer(rows)
+expected = layer(rows)
 refused = False
 try:
     with te.autocast(enabled=True, recipe=NVFP4BlockScaling()):
@@ -22,14 +22,18 @@ try:
 except AssertionError:
     refused = True
 try:
-    told = "" if torch.equal(layer(rows), before) else "gives other numbers"
+    message = "" if torch.equal(layer(rows), expected) else "gives other numbers"
 except Exception as error:
-    told = f"raises {type(error).__name__}: {str(error).splitlines()[0][-60:]}"
+    message = f"raises {type(error).__name__}: {str(error).splitlines()[0][-60:]}"
 if not refused:
     print("This script needs a GPU without NVFP4, as Hopper")
     sys.exit(2)
-wrong = bool(told)
+has_defect = bool(message)
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-print(f"after the refusal a layer outside any context {told}" if wrong else "a refused recipe leaves nothing behind")
-sys.exit(int(wrong))
+print(
+    f"after the refusal a layer outside any context {message}"
+    if has_defect
+    else "a refused recipe leaves nothing behind"
+)
+sys.exit(int(has_defect))

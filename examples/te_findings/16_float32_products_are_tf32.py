@@ -14,16 +14,17 @@ except Exception as error:  # its libraries fail in their own ways
 torch.backends.cuda.matmul.allow_tf32 = False  # torch's default
 layer = te.GroupedLinear(1, 64, 64, bias=False, params_dtype=torch.float32, device="cuda")
 rows = torch.randn(32, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-right = rows.double() @ layer.weight0.double().T
+expected = rows.double() @ layer.weight0.double().T
 errors = [
-    ((x.double() - right).abs().max() / right.abs().max()).item() for x in (layer(rows, [32]), rows @ layer.weight0.T)
+    ((x.double() - expected).abs().max() / expected.abs().max()).item()
+    for x in (layer(rows, [32]), rows @ layer.weight0.T)
 ]
-wrong = errors[0] > 100 * errors[1]
+has_defect = errors[0] > 100 * errors[1]
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
 print(
     f"largest error {errors[0]:.1e} of the largest result; of torch in float32 {errors[1]:.1e}"
-    if wrong
+    if has_defect
     else "float32 layers multiply in float32"
 )
-sys.exit(int(wrong))
+sys.exit(int(has_defect))

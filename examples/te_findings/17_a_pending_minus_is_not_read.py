@@ -20,12 +20,12 @@ for x in (negated, negated.resolve_neg()):
         losses.append(fused_moe_aux_loss(x, counts, 8, 4, 1, 1.0).item())
     except Exception:
         losses.append(None)  # refused, which is not silent
-wrong = losses[0] not in (None, losses[1])
+has_defect = losses[0] not in (None, losses[1])
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
 print(
     f"the loss is {losses[0]}; of the same probs, with the minus applied, {losses[1]}"
-    if wrong
+    if has_defect
     else "a pending minus is read, or refused"
 )
-sys.exit(int(wrong))
+sys.exit(int(has_defect))

@@ -18,11 +18,11 @@ probs, _ = fused_topk_with_score_function(logits, 3, **options, score_function="
 penalty = gradient.square().sum() + logits.sum()  # the second term has the derivative 1
 try:
     (second,) = torch.autograd.grad(penalty, logits)
-    wrong = torch.equal(second, torch.ones_like(second))
+    has_defect = torch.equal(second, torch.ones_like(second))
 except RuntimeError:
-    wrong = False  # refused, which is not silent
+    has_defect = False  # refused, which is not silent
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-told = "has no derivative, without an error" if wrong else "has a derivative, or is refused"
-print(f"the penalty of the gradient {told}")
-sys.exit(int(wrong))
+message = "has no derivative, without an error" if has_defect else "has a derivative, or is refused"
+print(f"the penalty of the gradient {message}")
+sys.exit(int(has_defect))

@@ -12,21 +12,21 @@ except Exception as error:  # its libraries fail in their own ways
     sys.exit(2)
 
 rows = torch.arange(256.0, device="cuda").view(8, 32)[:, ::2]  # row i is 32 i, 32 i + 2, …
-kept = {}
+results = {}
 for name, call in {
     "Fp8Padding": lambda: te.Fp8Padding(1, align_size=8)(rows[:5], [5])[0][:5],
     "Fp8Unpadding": lambda: te.Fp8Unpadding(1, align_size=8)(rows, [5]),
 }.items():
     try:
-        kept[name] = torch.equal(call(), rows[:5])
+        results[name] = torch.equal(call(), rows[:5])
     except Exception:
-        kept[name] = True  # refused, which is not silent
-wrong = not all(kept.values())
+        results[name] = True  # refused, which is not silent
+has_defect = not all(results.values())
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
 print(
-    f"of five strided rows none may change; they stay in {kept}"
-    if wrong
+    f"of five strided rows none may change; they stay in {results}"
+    if has_defect
     else "strided rows are padded by their strides, or refused"
 )
-sys.exit(int(wrong))
+sys.exit(int(has_defect))

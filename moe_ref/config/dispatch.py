@@ -9,7 +9,17 @@ from torch import Tensor
 
 from moe_ref.config.permutation import check_align, check_map
 from moe_ref.config.quantization import Recipe, check_quantize
-from moe_ref.config.rules import MAX_EXPERTS, check_probs, is_count, require
+from moe_ref.config.rules import (
+    MAX_EXPERTS,
+    check_count,
+    check_entries,
+    check_optional_count,
+    check_probs,
+    is_count,
+    require,
+    require_dtype,
+    require_shape,
+)
 
 X = TypeVar("X")
 PerRank: TypeAlias = Sequence[X]  # one entry per rank, in the order of the ranks
@@ -40,9 +50,8 @@ class IndexPolicy:
         """Raise `ValueError` for a value that is none of those listed."""
         for name, kinds in (("duplicates", Duplicates), ("empty", Empty), ("zero_prob", ZeroProb), ("values", Values)):
             values = kinds.__args__  # type: ignore[attr-defined]
-            require(
-                getattr(self, name) in values, name, repr(getattr(self, name)), f"one of {', '.join(map(repr, values))}"
-            )
+            requirement = f"one of {', '.join(map(repr, values))}"
+            require(getattr(self, name) in values, name, repr(getattr(self, name)), requirement)
 
 
 class Dispatched(NamedTuple):
@@ -100,7 +109,7 @@ class Combined(NamedTuple):
 
 def check_expert_split(num_experts: int, ranks: int, expert_tensor_parallel: int = 1) -> None:
     """Ranks divide into groups that share experts, and experts divide evenly among the groups."""
-    require(is_count(ranks) and ranks >= 1, "ranks", ranks, "a positive integer")
+    check_count("ranks", ranks)
     legal = is_count(expert_tensor_parallel) and expert_tensor_parallel >= 1 and ranks % expert_tensor_parallel == 0
     require(legal, "expert_tensor_parallel", expert_tensor_parallel, f"a positive divisor of the {ranks} ranks")
     divides = (
@@ -118,7 +127,7 @@ def check_expert_split(num_experts: int, ranks: int, expert_tensor_parallel: int
 
 def check_flatten_experts(x_TE: Tensor, expert_parallel: int, expert_tensor_parallel: int) -> None:
     """A matrix of experts' columns, groups that divide them, and at least one rank per group."""
-    require(x_TE.dim() == 2 and x_TE.shape[1] >= 1, "x", f"of shape {tuple(x_TE.shape)}", "[tokens, experts]")
+    require_shape(x_TE.dim() == 2 and x_TE.shape[1] >= 1, "x", x_TE, "[tokens, experts]")
     experts = x_TE.shape[1]
     legal = is_count(expert_parallel) and expert_parallel >= 1 and experts % expert_parallel == 0
     require(legal, "expert_parallel", expert_parallel, f"a positive divisor of the {experts} experts")
@@ -131,7 +140,7 @@ def check_tokens(tokens: PerRank[Tensor]) -> None:
     require(len(tokens) >= 1, "tokens", "an empty list", "a list with an entry per rank")
     first = tokens[0]
     for rank, tokens_TH in enumerate(tokens):
-        require(tokens_TH.dim() == 2, f"tokens[{rank}]", f"of shape {tuple(tokens_TH.shape)}", "[tokens, hidden]")
+        require_shape(tokens_TH.dim() == 2, f"tokens[{rank}]", tokens_TH, "[tokens, hidden]")
         same = (tokens_TH.shape[1], tokens_TH.dtype, tokens_TH.device) == (first.shape[1], first.dtype, first.device)
         form = f"[tokens, {first.shape[1]}] of {first.dtype} on {first.device}, as tokens[0]"
         require(same, f"tokens[{rank}]", f"{tuple(tokens_TH.shape)} of {tokens_TH.dtype} on {tokens_TH.device}", form)
@@ -141,15 +150,10 @@ def check_rows_per_token(name: str, values: PerRank[Tensor] | None, tokens: PerR
     """`values` has an entry per rank, with a row for each of its tokens; or there are none."""
     if values is None:
         return
-    require(len(values) == len(tokens), name, f"a list of {len(values)}", f"a list of {len(tokens)}, an entry per rank")
+    check_entries(name, values, len(tokens))
     for rank, (value, tokens_TH) in enumerate(zip(values, tokens, strict=True)):
         requirement = f"[{len(tokens_TH)}, …] on {tokens_TH.device}, a row per token"
-        require(
-            value.dim() >= 1 and len(value) == len(tokens_TH),
-            f"{name}[{rank}]",
-            f"of shape {tuple(value.shape)}",
-            requirement,
-        )
+        require_shape(value.dim() >= 1 and len(value) == len(tokens_TH), f"{name}[{rank}]", value, requirement)
         require(value.device == tokens_TH.device, f"{name}[{rank}]", f"on {value.device}", requirement)
 
 
@@ -166,55 +170,34 @@ def check_dispatch(
     for map_TE in routing_map:
         check_map(map_TE)
         experts = routing_map[0].shape[1]
-        require(
-            map_TE.shape[1] == experts,
-            "routing_map",
-            f"of shape {tuple(map_TE.shape)}",
-            f"[tokens, {experts}], as the first rank's",
-        )
+        require_shape(map_TE.shape[1] == experts, "routing_map", map_TE, f"[tokens, {experts}], as the first rank's")
     check_expert_split(routing_map[0].shape[1], len(tokens), expert_tensor_parallel)
     check_rank_probs(probs, routing_map)
-    require(
-        capacity is None or (is_count(capacity) and capacity >= 1), "capacity", capacity, "None or a positive integer"
-    )
+    check_optional_count("capacity", capacity)
 
 
 def check_rank_probs(probs: PerRank[Tensor] | None, like: PerRank[Tensor]) -> None:
     """`probs` is None, or floating point of the shapes of `like`, of one dtype."""
     if probs is None:
         return
-    require(
-        len(probs) == len(like),
-        "probs",
-        f"a list of {len(probs)}",
-        f"a list of {len(like)}, an entry per rank",
-    )
+    check_entries("probs", probs, len(like))
     for rank_probs, shaped in zip(probs, like, strict=True):
         check_probs(rank_probs, tuple(shaped.shape), shaped)
-        require(
-            rank_probs.dtype == probs[0].dtype,
-            "probs",
-            f"of dtype {rank_probs.dtype}",
-            f"{probs[0].dtype}, as the first rank's",
-        )
+        require_dtype(rank_probs.dtype == probs[0].dtype, "probs", rank_probs, f"{probs[0].dtype}, as the first rank's")
 
 
 def check_budget(align: int | None, num_rows: int | None) -> None:
     """`align` is None or positive; `num_rows` is None or whole blocks of it."""
     check_align(align)
     require(num_rows is None or (is_count(num_rows) and num_rows >= 0), "num_rows", num_rows, "None or an integer ≥ 0")
-    require(
-        num_rows is None or num_rows % (align or 1) == 0,
-        "num_rows",
-        num_rows,
-        f"a multiple of align {align}, so that every segment is",
-    )
+    requirement = f"a multiple of align {align}, so that every segment is"
+    require(num_rows is None or num_rows % (align or 1) == 0, "num_rows", num_rows, requirement)
 
 
 def check_programs(num_sms: int | None, num_blocks: int | None) -> None:
     """Each is None, for the implementation's own choice, or a positive integer."""
     for name, most in (("num_sms", num_sms), ("num_blocks", num_blocks)):
-        require(most is None or (is_count(most) and most >= 1), name, most, "None or a positive integer")
+        check_optional_count(name, most)
 
 
 def check_one_size(capacity: int | None, num_rows: int | None) -> None:
@@ -231,12 +214,8 @@ def check_wire_recipe(recipe: Recipe | None, tokens: PerRank[Tensor]) -> None:
     if recipe is None:
         return
     by_blocks = isinstance(recipe, Recipe) and recipe.scaling == "block"
-    require(
-        by_blocks,
-        "recipe",
-        repr(recipe),
-        f"None, or a Recipe of scaling 'block', which gives each {FP8_BLOCK} columns of a token a scale",
-    )
+    requirement = f"None, or a Recipe of scaling 'block', which gives each {FP8_BLOCK} columns of a token a scale"
+    require(by_blocks, "recipe", repr(recipe), requirement)
     for tokens_TH in tokens:
         check_quantize(tokens_TH, recipe, "input", None, True, False, None, None)
 
@@ -250,18 +229,10 @@ def check_rank_indices(
     check_expert_split(num_experts, len(tokens))
     for index_TK in indices:
         slots = indices[0].shape[-1]
-        require(
-            index_TK.dim() == 2 and index_TK.shape[1] == slots,
-            "indices",
-            f"of shape {tuple(index_TK.shape)}",
-            f"[tokens, {slots}], as the first rank's",
-        )
-        require(
-            not (index_TK.is_floating_point() or index_TK.is_complex()) and index_TK.dtype != torch.bool,
-            "indices",
-            f"of dtype {index_TK.dtype}",
-            "integer",
-        )
+        requirement = f"[tokens, {slots}], as the first rank's"
+        require_shape(index_TK.dim() == 2 and index_TK.shape[1] == slots, "indices", index_TK, requirement)
+        legal = not (index_TK.is_floating_point() or index_TK.is_complex()) and index_TK.dtype != torch.bool
+        require_dtype(legal, "indices", index_TK, "integer")
     check_rank_probs(probs, indices)
 
 
@@ -276,51 +247,33 @@ def check_index_values(indices: Tensor, num_experts: int) -> None:
 
 def check_deepep_sizes(expert_alignment: int, num_worst_tokens: int | None, largest: int) -> None:
     """A positive alignment; and room for the `largest` number of rows that a rank receives."""
-    require(
-        is_count(expert_alignment) and expert_alignment >= 1, "expert_alignment", expert_alignment, "a positive integer"
-    )
+    check_count("expert_alignment", expert_alignment)
     requirement = f"None or at least {largest}, the rows that a rank receives"
-    require(
-        num_worst_tokens is None or (is_count(num_worst_tokens) and num_worst_tokens >= largest),
-        "num_worst_tokens",
-        num_worst_tokens,
-        requirement,
-    )
+    legal = num_worst_tokens is None or (is_count(num_worst_tokens) and num_worst_tokens >= largest)
+    require(legal, "num_worst_tokens", num_worst_tokens, requirement)
 
 
 def check_slab(tokens: PerRank[Tensor], max_tokens_per_rank: int, use_fp8: bool, round_scale: bool) -> None:
     """No rank has more tokens than the slabs were made for, and with FP8 rows are whole blocks."""
     most = max(len(tokens_TH) for tokens_TH in tokens)
     requirement = f"a positive integer, at least {most}, the most tokens of a rank"
-    require(
-        is_count(max_tokens_per_rank) and max_tokens_per_rank >= max(most, 1),
-        "max_tokens_per_rank",
-        max_tokens_per_rank,
-        requirement,
-    )
+    legal = is_count(max_tokens_per_rank) and max_tokens_per_rank >= max(most, 1)
+    require(legal, "max_tokens_per_rank", max_tokens_per_rank, requirement)
     require(use_fp8 or not round_scale, "round_scale", round_scale, "False without use_fp8: nothing is scaled")
     hidden = tokens[0].shape[1]
-    require(
-        not use_fp8 or hidden % FP8_BLOCK == 0,
-        "tokens",
-        f"of hidden size {hidden}",
-        f"a multiple of {FP8_BLOCK}, so that blocks are whole",
-    )
+    requirement = f"a multiple of {FP8_BLOCK}, so that blocks are whole"
+    require(not use_fp8 or hidden % FP8_BLOCK == 0, "tokens", f"of hidden size {hidden}", requirement)
 
 
 def check_rows(rows: PerRank[Tensor], shapes: PerRank[tuple[int, ...]]) -> None:
     """The rows of combine have the shapes that dispatch returned, up to the hidden size, and one
     dtype.
     """
-    require(len(rows) == len(shapes), "rows", f"a list of {len(rows)}", f"a list of {len(shapes)}, an entry per rank")
+    check_entries("rows", rows, len(shapes))
     for rank, (rank_rows, shape) in enumerate(zip(rows, shapes, strict=True)):
         requirement = f"[{', '.join(map(str, shape))}, hidden], as dispatch gave them"
-        require(
-            rank_rows.dim() == len(shape) + 1 and tuple(rank_rows.shape[:-1]) == shape,
-            f"rows[{rank}]",
-            f"of shape {tuple(rank_rows.shape)}",
-            requirement,
-        )
+        legal = rank_rows.dim() == len(shape) + 1 and tuple(rank_rows.shape[:-1]) == shape
+        require_shape(legal, f"rows[{rank}]", rank_rows, requirement)
         same = (
             rank_rows.dtype == rows[0].dtype
             and rank_rows.shape[-1] == rows[0].shape[-1]

@@ -31,20 +31,12 @@ def check_permute_and_quantize(
     check_permute(tokens, routing_map, probs, align, capacity, num_rows)
     require(isinstance(recipe, Recipe), "recipe", repr(recipe), "a Recipe")
     stochastic = bool(recipe.stochastic_rounding) and role == "grad_output"
-    require(
-        not stochastic,
-        "recipe",
-        "with stochastic_rounding, of gradients",
-        "without: there is no noise for rows whose number is not known yet",
-    )
+    requirement = "without: there is no noise for rows whose number is not known yet"
+    require(not stochastic, "recipe", "with stochastic_rounding, of gradients", requirement)
     segments = torch.empty(routing_map.shape[1], dtype=torch.int64, device="meta")
     check_quantize(tokens, recipe, role, segments, rowwise, columnwise, state, None)
     if recipe.scaling in WHOLE_BLOCKS:
         name, size = ("align", align) if capacity is None else ("capacity", capacity)
         block = BLOCK[recipe.scaling]
-        require(
-            size is not None and size % block == 0,
-            name,
-            size,
-            f"a multiple of {block}: {recipe.scaling} wants segments of whole blocks",
-        )
+        requirement = f"a multiple of {block}: {recipe.scaling} wants segments of whole blocks"
+        require(size is not None and size % block == 0, name, size, requirement)

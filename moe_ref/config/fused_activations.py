@@ -25,15 +25,10 @@ def check_quantized_activation(
     """The rules of `quantize` for an activation of h or its gradient, [rows, width]; a transform
     needs bfloat16.
     """
-    require(
-        isinstance(round_before_quantize, bool), "round_before_quantize", repr(round_before_quantize), "True or False"
-    )
+    requirement = "True or False"
+    require(isinstance(round_before_quantize, bool), "round_before_quantize", repr(round_before_quantize), requirement)
     x = torch.empty((h.shape[0], width), dtype=h.dtype, device="meta")
     check_quantize(x, recipe, role, splits, rowwise, columnwise, state, noise)
     transformed = bool(recipe.hadamard) and columnwise
-    require(
-        round_before_quantize or not transformed,
-        "round_before_quantize",
-        "False with hadamard, columnwise",
-        "True: the transform takes bfloat16",
-    )
+    legal = round_before_quantize or not transformed
+    require(legal, "round_before_quantize", "False with hadamard, columnwise", "True: the transform takes bfloat16")

@@ -12,7 +12,7 @@ from moe_ref.config.experts import GATED
 from moe_ref.config.permutation import check_align
 from moe_ref.config.quantization import Recipe
 from moe_ref.config.router import RouterConfig, RouterState, check_jitter, check_padding_mask
-from moe_ref.config.rules import is_count, require
+from moe_ref.config.rules import check_count, check_entries, is_count, require, require_shape
 
 DISPATCHERS = ("allgather", "alltoall", "deepep", "hybridep")
 SHARDING = ("allgather", "alltoall")  # those that know `expert_tensor_parallel`
@@ -54,7 +54,7 @@ class LayerConfig:
         listed = self.dispatcher in DISPATCHERS
         require(listed, "dispatcher", repr(self.dispatcher), f"one of {', '.join(DISPATCHERS)}")
         shards = self.expert_tensor_parallel
-        require(is_count(shards) and shards >= 1, "expert_tensor_parallel", shards, "a positive integer")
+        check_count("expert_tensor_parallel", shards)
         for name in PROGRAMS:
             most, hybrid = getattr(self, name), self.dispatcher == "hybridep"
             legal = "None or a positive integer" if hybrid else f"None with {self.dispatcher}: hybridep alone has it"
@@ -187,15 +187,15 @@ def check_layer(
         ("parameters", parameters), ("states", states), ("padding_mask", padding_mask or x), ("noise", noise or x),
         ("linear_states", linear_states or x),
     ):  # fmt: skip
-        require(len(values) == len(x), name, f"a list of {len(values)}", f"a list of {len(x)}, an entry per rank")
+        check_entries(name, values, len(x))
     for rank_parameters in parameters:
         check_parameters(rank_parameters, config, len(x))
-    for own_mask, own_x in zip(padding_mask or (), x, strict=False):
-        check_padding_mask(own_mask, own_x.shape[0])
-    for own_noise, own_x in zip(noise or (), x, strict=False):
-        wanted = "None: there is no jitter" if config.jitter_eps is None else f"of {tuple(own_x.shape)}"
-        fits = config.jitter_eps is not None and own_noise.shape == own_x.shape
-        require(fits, "noise", f"of shape {tuple(own_noise.shape)}", wanted)
+    for rank_mask, x_TH in zip(padding_mask or (), x, strict=False):
+        check_padding_mask(rank_mask, x_TH.shape[0])
+    for rank_noise, x_TH in zip(noise or (), x, strict=False):
+        requirement = "None: there is no jitter" if config.jitter_eps is None else f"of {tuple(x_TH.shape)}"
+        legal = config.jitter_eps is not None and rank_noise.shape == x_TH.shape
+        require_shape(legal, "noise", rank_noise, requirement)
     stateful = config.recipe is not None and config.recipe.scaling == "delayed"
     missing = "given with a recipe of delayed scaling, and only with it: a pair for fc1 and fc2"
     value = "None" if linear_states is None else "given"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_ref.config.dispatch import check_expert_split
 from moe_ref.config.experts import GATED, PLAIN
-from moe_ref.config.rules import check_float, is_count, require
+from moe_ref.config.rules import check_choice, check_count, check_float, is_count, require, require_shape
 
 EXTRA_STATE = "_extra_state"
 LAYOUTS_OF_EXPERTS = ("sequential", "grouped")
@@ -55,7 +55,7 @@ def matches(key: str, name: str) -> bool:
 
 
 def check_num_experts(num_experts: int) -> None:
-    require(is_count(num_experts) and num_experts >= 1, "num_experts", num_experts, "a positive integer")
+    check_count("num_experts", num_experts)
 
 
 def check_whole(key: str, packed: Any, num_experts: int) -> None:
@@ -65,7 +65,7 @@ def check_whole(key: str, packed: Any, num_experts: int) -> None:
         return
     expected = f"a tensor whose first dimension is a multiple of {num_experts}, or a list of tensors"
     require(isinstance(packed, Tensor) and packed.dim() > 0, key, f"a {type(packed).__name__} without rows", expected)
-    require(packed.shape[0] % num_experts == 0, key, f"of shape {tuple(packed.shape)}", expected)
+    require_shape(packed.shape[0] % num_experts == 0, key, packed, expected)
 
 
 def check_members(key: str, members: Sequence[Tensor]) -> None:
@@ -102,7 +102,7 @@ def check_shard_parameters(
     """Ranks are among their number, and no parameter is unknown."""
     check_num_experts(num_experts)
     for name, number, count in (("rank", rank, ranks), ("tensor_rank", tensor_rank, tensor_ranks)):
-        require(is_count(count) and count >= 1, f"{name}s", count, "a positive integer")
+        check_count(f"{name}s", count)
         require(is_count(number) and 0 <= number < count, name, number, f"from 0 to {count - 1}")
     check_expert_split(num_experts, ranks)
     local = range(num_experts // ranks)
@@ -112,7 +112,7 @@ def check_shard_parameters(
 
 
 def check_halves(key: str, x: Tensor) -> None:
-    require(x.shape[0] % 2 == 0, key, f"of shape {tuple(x.shape)}", "of an even number of rows: two halves")
+    require_shape(x.shape[0] % 2 == 0, key, x, "of an even number of rows: two halves")
 
 
 def check_expand_shard(members: Sequence[Tensor], shard: Tensor | None, offset: int | None) -> None:
@@ -120,7 +120,7 @@ def check_expand_shard(members: Sequence[Tensor], shard: Tensor | None, offset: 
     first, total = offset or 0, sum(x.numel() for x in members)
     require(is_count(first) and first >= 0, "offset", offset, "None or a whole number ≥ 0")
     if shard is not None:
-        require(shard.dim() == 1, "shard", f"of shape {tuple(shard.shape)}", "flat")
+        require_shape(shard.dim() == 1, "shard", shard, "flat")
         last = first + shard.shape[0]
         require(last <= total, "shard", f"of elements {first} to {last}", f"within the {total} of all members")
 
@@ -130,7 +130,7 @@ def check_upcycle(
     fc1_bias: Tensor | None, fc2_bias: Tensor | None, halves: int,
 ) -> None:  # fmt: skip
     """Experts and the dense width are multiples of the granularity."""
-    require(kind in GATED + PLAIN, "kind", repr(kind), f"one of {', '.join(GATED + PLAIN)}")
+    check_choice("kind", kind, GATED + PLAIN)
     require(router_weight_EH.dim() == 2, "router_weight", _described(router_weight_EH), "[E,H]")
     require(fc2_weight.dim() == 2, "fc2_weight", _described(fc2_weight), "[H,F]")
     (experts, hidden), width = router_weight_EH.shape, fc2_weight.shape[1]

@@ -4,7 +4,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moe_ref.config.rules import MAX_EXPERTS, check_probs, is_count, require
+from moe_ref.config.rules import (
+    MAX_EXPERTS,
+    check_count,
+    check_optional_count,
+    check_probs,
+    is_count,
+    require,
+    require_dtype,
+    require_shape,
+)
 
 
 class Permuted(NamedTuple):
@@ -51,21 +60,16 @@ def check_map(routing_map: Tensor) -> None:
     """A routing map is [T,E], bool or integers (values are not checked), of 1 to MAX_EXPERTS
     experts.
     """
-    require(routing_map.dim() == 2, "routing_map", f"of shape {tuple(routing_map.shape)}", "[tokens, experts]")
+    require_shape(routing_map.dim() == 2, "routing_map", routing_map, "[tokens, experts]")
     kind = not (routing_map.is_floating_point() or routing_map.is_complex())
-    require(kind, "routing_map", f"of dtype {routing_map.dtype}", "bool or integer")
+    require_dtype(kind, "routing_map", routing_map, "bool or integer")
     experts = routing_map.shape[1]
-    require(
-        1 <= experts <= MAX_EXPERTS,
-        "routing_map",
-        f"of shape {tuple(routing_map.shape)}",
-        f"of 1 to {MAX_EXPERTS} experts",
-    )
+    require_shape(1 <= experts <= MAX_EXPERTS, "routing_map", routing_map, f"of 1 to {MAX_EXPERTS} experts")
 
 
 def check_align(align: int | None) -> None:
     """`align` is None or a positive integer."""
-    require(align is None or (is_count(align) and align >= 1), "align", align, "None or a positive integer")
+    check_optional_count("align", align)
 
 
 def check_permute(
@@ -77,34 +81,20 @@ def check_permute(
     num_rows: int | None,
 ) -> None:
     """The rules of `permute`."""
-    require(tokens.dim() == 2, "tokens", f"of shape {tuple(tokens.shape)}", "[tokens, hidden]")
+    require_shape(tokens.dim() == 2, "tokens", tokens, "[tokens, hidden]")
     check_map(routing_map)
     requirement = f"[{tokens.shape[0]}, experts], a row per token"
-    require(routing_map.shape[0] == tokens.shape[0], "routing_map", f"of shape {tuple(routing_map.shape)}", requirement)
-    require(
-        routing_map.device == tokens.device,
-        "routing_map",
-        f"on {routing_map.device}",
-        f"on {tokens.device}, where tokens is",
-    )
+    require_shape(routing_map.shape[0] == tokens.shape[0], "routing_map", routing_map, requirement)
+    requirement = f"on {tokens.device}, where tokens is"
+    require(routing_map.device == tokens.device, "routing_map", f"on {routing_map.device}", requirement)
     if probs is not None:
         check_probs(probs, tuple(routing_map.shape), tokens)
     check_align(align)
-    require(
-        capacity is None or (is_count(capacity) and capacity >= 1), "capacity", capacity, "None or a positive integer"
-    )
-    require(
-        capacity is None or align is None,
-        "capacity",
-        f"{capacity} with align {align}",
-        "used without align: choose a capacity that is a multiple of it",
-    )
-    require(
-        capacity is None or num_rows is None,
-        "num_rows",
-        f"{num_rows} with capacity {capacity}",
-        "None: a capacity fixes the rows at experts × capacity",
-    )
+    check_optional_count("capacity", capacity)
+    requirement = "used without align: choose a capacity that is a multiple of it"
+    require(capacity is None or align is None, "capacity", f"{capacity} with align {align}", requirement)
+    requirement = "None: a capacity fixes the rows at experts × capacity"
+    require(capacity is None or num_rows is None, "num_rows", f"{num_rows} with capacity {capacity}", requirement)
     require(num_rows is None or (is_count(num_rows) and num_rows >= 0), "num_rows", num_rows, "None or an integer ≥ 0")
     divides = num_rows is None or align is None or num_rows % align == 0
     require(divides, "num_rows", num_rows, f"a multiple of align {align}, so that every segment is")
@@ -114,45 +104,32 @@ def check_unpermute(
     rows: Tensor, row_map_rows: int, row_map_tokens: int, row_map_experts: int, restore_shape: Any, probs: Tensor | None
 ) -> None:
     """The rules of `unpermute`, given the sizes of the row map."""
-    require(rows.dim() == 2, "rows", f"of shape {tuple(rows.shape)}", "[rows, hidden]")
-    require(
-        rows.shape[0] == row_map_rows,
-        "rows",
-        f"of shape {tuple(rows.shape)}",
-        f"[{row_map_rows}, hidden], as the row_map was made",
-    )
+    require_shape(rows.dim() == 2, "rows", rows, "[rows, hidden]")
+    require_shape(rows.shape[0] == row_map_rows, "rows", rows, f"[{row_map_rows}, hidden], as the row_map was made")
     if restore_shape is not None:
         shape = (row_map_tokens, rows.shape[1])
-        require(
-            tuple(restore_shape) == shape,
-            "restore_shape",
-            tuple(restore_shape),
-            f"{shape}: the row_map's tokens, the rows' hidden size",
-        )
+        requirement = f"{shape}: the row_map's tokens, the rows' hidden size"
+        require(tuple(restore_shape) == shape, "restore_shape", tuple(restore_shape), requirement)
     if probs is not None:
         check_probs(probs, (row_map_tokens, row_map_experts), rows)
 
 
 def check_sort_chunks(rows: Tensor, chunk_sizes: Tensor, order: Tensor, probs: Tensor | None) -> None:
     """The rules of `sort_chunks` that do not read the device."""
-    require(rows.dim() == 2, "rows", f"of shape {tuple(rows.shape)}", "[rows, hidden]")
+    require_shape(rows.dim() == 2, "rows", rows, "[rows, hidden]")
     for name, vector in (("chunk_sizes", chunk_sizes), ("order", order)):
-        require(vector.dim() == 1, name, f"of shape {tuple(vector.shape)}", "[chunks]")
-        require(not vector.is_floating_point(), name, f"of dtype {vector.dtype}", "integer")
-    require(
-        order.shape == chunk_sizes.shape,
-        "order",
-        f"of shape {tuple(order.shape)}",
-        f"of shape {tuple(chunk_sizes.shape)}, as chunk_sizes",
-    )
+        require_shape(vector.dim() == 1, name, vector, "[chunks]")
+        require_dtype(not vector.is_floating_point(), name, vector, "integer")
+    requirement = f"of shape {tuple(chunk_sizes.shape)}, as chunk_sizes"
+    require_shape(order.shape == chunk_sizes.shape, "order", order, requirement)
     if probs is not None:
         check_probs(probs, (rows.shape[0],), rows)
 
 
 def check_indices(indices: Tensor, probs: Tensor, num_experts: int) -> None:
     """The rules of `indices_to_multihot` that do not read the device."""
-    require(indices.dim() == 2, "indices", f"of shape {tuple(indices.shape)}", "[tokens, slots]")
-    require(not indices.is_floating_point(), "indices", f"of dtype {indices.dtype}", "integer")
+    require_shape(indices.dim() == 2, "indices", indices, "[tokens, slots]")
+    require_dtype(not indices.is_floating_point(), "indices", indices, "integer")
     legal = is_count(num_experts) and 1 <= num_experts <= MAX_EXPERTS
     require(legal, "num_experts", num_experts, f"an integer from 1 to {MAX_EXPERTS}")
     check_probs(probs, tuple(indices.shape), indices)
@@ -162,4 +139,4 @@ def check_multihot(routing_map: Tensor, probs: Tensor, topk: int) -> None:
     """The rules of `multihot_to_indices`."""
     check_map(routing_map)
     check_probs(probs, tuple(routing_map.shape), routing_map)
-    require(is_count(topk) and topk >= 1, "topk", topk, "a positive integer")
+    check_count("topk", topk)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ref.config.rules import is_count, is_number, require
+from moe_ref.config.rules import check_choice, is_count, is_number, require, require_dtype, require_shape
 
 SCALINGS = ("delayed", "current", "block", "mxfp8", "nvfp4")
 FP8_FORMATS = ("e4m3", "hybrid")  # hybrid: gradients in E5M2
@@ -85,19 +85,16 @@ class Recipe:
     backward_override: str | None = None  # operands of the backward instead of codes: see `recipes.operands`
 
     def __post_init__(self) -> None:
-        require(self.scaling in SCALINGS, "scaling", repr(self.scaling), f"one of {', '.join(SCALINGS)}")
+        check_choice("scaling", self.scaling, SCALINGS)
         defaults = DEFAULTS[self.scaling]
         for option in OPTIONS:
             if getattr(self, option) is None:
                 object.__setattr__(self, option, defaults.get(option))
             else:
                 owners = ", ".join(scaling for scaling in SCALINGS if option in DEFAULTS[scaling])
-                require(
-                    option in defaults,
-                    option,
-                    f"{getattr(self, option)!r} with scaling {self.scaling!r}",
-                    f"left out: it belongs to {owners}",
-                )
+                legal = option in defaults
+                requirement = f"left out: it belongs to {owners}"
+                require(legal, option, f"{getattr(self, option)!r} with scaling {self.scaling!r}", requirement)
         self._check_values()
         self._check_combinations()
 
@@ -123,12 +120,8 @@ class Recipe:
             value = getattr(self, option)
             require(value is None or isinstance(value, bool), option, repr(value), "True or False")
         margin, length, epsilon = self.margin, self.amax_history_len, self.amax_epsilon
-        require(
-            margin is None or (is_count(margin) and 0 <= margin <= MAX_MARGIN),
-            "margin",
-            margin,
-            f"an integer from 0 to {MAX_MARGIN}",
-        )
+        requirement = f"an integer from 0 to {MAX_MARGIN}"
+        require(margin is None or (is_count(margin) and 0 <= margin <= MAX_MARGIN), "margin", margin, requirement)
         require(length is None or (is_count(length) and length >= 1), "amax_history_len", length, "a positive integer")
         require(epsilon is None or (is_number(epsilon) and epsilon >= 0), "amax_epsilon", epsilon, "a number ≥ 0")
 
@@ -136,19 +129,11 @@ class Recipe:
         """What NVFP4's kernels cannot do at once."""
         activations = self.four_over_six in ("activations", "all")
         value = f"{self.four_over_six!r} with hadamard True"
-        require(
-            not (activations and self.hadamard),
-            "four_over_six",
-            value,
-            "none or weights, or hadamard False: activations are not transformed",
-        )
+        requirement = "none or weights, or hadamard False: activations are not transformed"
+        require(not (activations and self.hadamard), "four_over_six", value, requirement)
         value = "True with hadamard True"
-        require(
-            not (self.row_scaled_activation and self.hadamard),
-            "row_scaled_activation",
-            value,
-            "False, or hadamard False",
-        )
+        requirement = "False, or hadamard False"
+        require(not (self.row_scaled_activation and self.hadamard), "row_scaled_activation", value, requirement)
 
     @property
     def alignment(self) -> int:
@@ -187,7 +172,7 @@ class Operand(NamedTuple):
 
 def check_role(role: str) -> None:
     """One of ROLES."""
-    require(role in ROLES, "role", repr(role), f"one of {', '.join(ROLES)}")
+    check_choice("role", role, ROLES)
 
 
 def check_quantize(
@@ -197,24 +182,17 @@ def check_quantize(
     """The rules of `quantize` that do not read the device."""
     require(isinstance(recipe, Recipe), "recipe", repr(recipe), "a Recipe")
     check_role(role)
-    require(x.dim() == 2, "x", f"of shape {tuple(x.shape)}", "[rows, columns]")
+    require_shape(x.dim() == 2, "x", x, "[rows, columns]")
     legal = x.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    require(legal, "x", f"of dtype {x.dtype}", "float64, float32, bfloat16 or float16")
+    require_dtype(legal, "x", x, "float64, float32, bfloat16 or float16")
     require(rowwise or columnwise, "rowwise", "False with columnwise False", "True, or columnwise True")
     if splits is not None:
-        require(
-            splits.dim() == 1 and len(splits) > 0, "splits", f"of shape {tuple(splits.shape)}", "[groups], at least one"
-        )
-        require(splits.dtype in (torch.int32, torch.int64), "splits", f"of dtype {splits.dtype}", "int32 or int64")
+        require_shape(splits.dim() == 1 and len(splits) > 0, "splits", splits, "[groups], at least one")
+        require_dtype(splits.dtype in (torch.int32, torch.int64), "splits", splits, "int32 or int64")
     groups = 1 if splits is None else len(splits)
     if recipe.scaling in WHOLE_BLOCKS:
         block = BLOCK[recipe.scaling]
-        require(
-            x.shape[1] % block == 0,
-            "x",
-            f"of shape {tuple(x.shape)}",
-            f"of a multiple of {block} columns for {recipe.scaling}",
-        )
+        require_shape(x.shape[1] % block == 0, "x", x, f"of a multiple of {block} columns for {recipe.scaling}")
     check_state(recipe, state, groups)
     _check_nvfp4(x, recipe, role, columnwise, noise)
 
@@ -228,30 +206,18 @@ def check_state(recipe: Recipe, state: QuantizerState | None, groups: int) -> No
     assert state is not None
     history, scale = tuple(state.amax_history.shape), tuple(state.scale.shape)
     shape = (groups, recipe.amax_history_len)
-    require(
-        history == shape,
-        "state",
-        f"with amax_history of shape {history}",
-        f"of shape {shape}: groups, amax_history_len",
-    )
+    requirement = f"of shape {shape}: groups, amax_history_len"
+    require(history == shape, "state", f"with amax_history of shape {history}", requirement)
     require(scale == shape[:1], "state", f"with scale of shape {scale}", f"of shape {shape[:1]}")
-    require(
-        state.amax_history.dtype == state.scale.dtype == torch.float32,
-        "state",
-        f"of dtypes {state.amax_history.dtype}, {state.scale.dtype}",
-        "float32",
-    )
+    legal = state.amax_history.dtype == state.scale.dtype == torch.float32
+    require(legal, "state", f"of dtypes {state.amax_history.dtype}, {state.scale.dtype}", "float32")
 
 
 def _check_nvfp4(x: Tensor, recipe: Recipe, role: str, columnwise: bool, noise: Tensor | None) -> None:
     """Where the Hadamard transform, row scaling and stochastic rounding may be."""
     transformed = bool(recipe.hadamard) and role != "weight" and columnwise
-    require(
-        not transformed or x.dtype == torch.bfloat16,
-        "x",
-        f"of dtype {x.dtype}",
-        "bfloat16 where the Hadamard transform is taken: columnwise",
-    )
+    requirement = "bfloat16 where the Hadamard transform is taken: columnwise"
+    require_dtype(not transformed or x.dtype == torch.bfloat16, "x", x, requirement)
     both = recipe.row_scaled_activation and recipe.four_over_six in ("activations", "all") and role == "input"
     require(not (both and columnwise), "columnwise", "True for a row-scaled input with four_over_six", "False")
     wanted = bool(recipe.stochastic_rounding) and role == "grad_output"
@@ -261,10 +227,8 @@ def _check_nvfp4(x: Tensor, recipe: Recipe, role: str, columnwise: bool, noise: 
     if noise is None:
         return  # `quantize` draws it
     shape = (2, *x.shape)
-    require(
-        tuple(noise.shape) == shape, "noise", f"of shape {tuple(noise.shape)}", f"of shape {shape}: rowwise, columnwise"
-    )
-    require(noise.is_floating_point(), "noise", f"of dtype {noise.dtype}", "floating point")
+    require_shape(tuple(noise.shape) == shape, "noise", noise, f"of shape {shape}: rowwise, columnwise")
+    require_dtype(noise.is_floating_point(), "noise", noise, "floating point")
 
 
 def check_splits(sizes: list[int], rows: int, recipe: Recipe) -> None:
@@ -273,9 +237,5 @@ def check_splits(sizes: list[int], rows: int, recipe: Recipe) -> None:
     require(sum(sizes) <= rows, "splits", f"{sizes}, together {sum(sizes)}", f"at most the {rows} rows together")
     if recipe.scaling in WHOLE_BLOCKS:
         block = BLOCK[recipe.scaling]
-        require(
-            all(size % block == 0 for size in sizes),
-            "splits",
-            sizes,
-            f"multiples of {block} for {recipe.scaling} (without splits: x's rows)",
-        )
+        requirement = f"multiples of {block} for {recipe.scaling} (without splits: x's rows)"
+        require(all(size % block == 0 for size in sizes), "splits", sizes, requirement)

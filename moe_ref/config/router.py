@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from moe_ref.config.permutation import check_map
-from moe_ref.config.rules import MAX_EXPERTS, check_float, check_probs, is_count, is_number, require
+from moe_ref.config.rules import (
+    MAX_EXPERTS,
+    check_choice,
+    check_count,
+    check_float,
+    check_probs,
+    is_count,
+    is_number,
+    require,
+    require_dtype,
+    require_shape,
+)
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 DROP_POLICIES = ("probs", "position")
@@ -154,21 +165,15 @@ REPLAYS = ("none", "record", "forward", "backward")
 
 def check_logits(logits: Tensor) -> None:
     """Logits are [T,E], floating point, with 1 to MAX_EXPERTS experts."""
-    require(logits.dim() == 2, "logits", f"of shape {tuple(logits.shape)}", "[tokens, experts]")
-    require(logits.is_floating_point(), "logits", f"of dtype {logits.dtype}", "floating point")
-    require(
-        1 <= logits.shape[1] <= MAX_EXPERTS,
-        "logits",
-        f"of shape {tuple(logits.shape)}",
-        f"of 1 to {MAX_EXPERTS} experts",
-    )
+    require_shape(logits.dim() == 2, "logits", logits, "[tokens, experts]")
+    require_dtype(logits.is_floating_point(), "logits", logits, "floating point")
+    require_shape(1 <= logits.shape[1] <= MAX_EXPERTS, "logits", logits, f"of 1 to {MAX_EXPERTS} experts")
 
 
 def check_topk(topk: int, num_experts: int) -> None:
     """A token goes to 1 to E experts."""
-    require(
-        is_count(topk) and 1 <= topk <= num_experts, "topk", topk, f"an integer from 1 to {num_experts}, the experts"
-    )
+    requirement = f"an integer from 1 to {num_experts}, the experts"
+    require(is_count(topk) and 1 <= topk <= num_experts, "topk", topk, requirement)
 
 
 def check_groups(topk: int, num_experts: int, num_groups: int | None, group_topk: int | None) -> None:
@@ -183,31 +188,18 @@ def check_groups(topk: int, num_experts: int, num_groups: int | None, group_topk
     divides = is_count(num_groups) and num_groups >= 1 and num_experts % num_groups == 0
     require(divides, "num_groups", num_groups, f"a positive divisor of the {num_experts} experts")
     most = min(num_groups, topk)
-    require(
-        is_count(group_topk) and 1 <= group_topk <= most,
-        "group_topk",
-        group_topk,
-        f"an integer from 1 to {most}, the lesser of num_groups and topk",
-    )
+    requirement = f"an integer from 1 to {most}, the lesser of num_groups and topk"
+    require(is_count(group_topk) and 1 <= group_topk <= most, "group_topk", group_topk, requirement)
     group = num_experts // num_groups
     enough = group_topk * group >= topk
-    require(
-        enough,
-        "group_topk",
-        group_topk,
-        f"at least {-(-topk // group)}: the kept groups have {group} experts each, and topk is {topk}",
-    )
+    requirement = f"at least {-(-topk // group)}: the kept groups have {group} experts each, and topk is {topk}"
+    require(enough, "group_topk", group_topk, requirement)
     # a group sums its topk // group_topk best experts; with `enough` there are as many in each
 
 
 def check_score_function(score_function: str) -> None:
     """One of SCORE_FUNCTIONS."""
-    require(
-        score_function in SCORE_FUNCTIONS,
-        "score_function",
-        repr(score_function),
-        f"one of {', '.join(SCORE_FUNCTIONS)}",
-    )
+    check_choice("score_function", score_function, SCORE_FUNCTIONS)
 
 
 def check_topk_routing(
@@ -222,34 +214,21 @@ def check_topk_routing(
     scaled = scaling_factor is None or (is_number(scaling_factor) and scaling_factor > 0)
     require(scaled, "scaling_factor", scaling_factor, "None or a positive number")
     if expert_bias is not None:
-        require(
-            score_function != "softmax",
-            "expert_bias",
-            "given with score_function softmax",
-            "None: a bias goes with sigmoid or sqrtsoftplus",
-        )
+        requirement = "None: a bias goes with sigmoid or sqrtsoftplus"
+        require(score_function != "softmax", "expert_bias", "given with score_function softmax", requirement)
         check_float("expert_bias", expert_bias, (logits.shape[1],), logits)
     if precomputed_indices is not None:
         shape, index_shape = tuple(precomputed_indices.shape), (logits.shape[0], topk)
         require(shape == index_shape, "precomputed_indices", f"of shape {shape}", f"of shape {index_shape}")
-        require(
-            not precomputed_indices.is_floating_point(),
-            "precomputed_indices",
-            f"of dtype {precomputed_indices.dtype}",
-            "integer",
-        )
+        legal = not precomputed_indices.is_floating_point()
+        require_dtype(legal, "precomputed_indices", precomputed_indices, "integer")
 
 
 def check_padding_mask(padding_mask: Tensor | None, tokens: int) -> None:
     """A bool for each token, True for padding."""
     if padding_mask is not None:
-        require(
-            tuple(padding_mask.shape) == (tokens,),
-            "padding_mask",
-            f"of shape {tuple(padding_mask.shape)}",
-            f"of shape ({tokens},)",
-        )
-        require(padding_mask.dtype == torch.bool, "padding_mask", f"of dtype {padding_mask.dtype}", "torch.bool")
+        require_shape(tuple(padding_mask.shape) == (tokens,), "padding_mask", padding_mask, f"of shape ({tokens},)")
+        require_dtype(padding_mask.dtype == torch.bool, "padding_mask", padding_mask, "torch.bool")
 
 
 def check_drop_tokens(probs: Tensor, routing_map: Tensor, capacity: int, drop_policy: str) -> None:
@@ -257,7 +236,7 @@ def check_drop_tokens(probs: Tensor, routing_map: Tensor, capacity: int, drop_po
     check_map(routing_map)
     check_probs(probs, tuple(routing_map.shape), routing_map)
     require(is_count(capacity) and capacity >= 0, "capacity", capacity, "an integer ≥ 0")
-    require(drop_policy in DROP_POLICIES, "drop_policy", repr(drop_policy), f"one of {', '.join(DROP_POLICIES)}")
+    check_choice("drop_policy", drop_policy, DROP_POLICIES)
 
 
 def check_coeff(coeff: float) -> None:
@@ -269,47 +248,26 @@ def check_load_balancing_loss(
     scores: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, topk: int, num_experts: int, coeff: float
 ) -> None:
     """The rules of `load_balancing_loss`."""
-    require(
-        scores.dim() == 2 and scores.is_floating_point(),
-        "scores",
-        f"of shape {tuple(scores.shape)}, {scores.dtype}",
-        "[rows, columns], floating point",
-    )
-    require(is_count(num_experts) and num_experts >= 1, "num_experts", num_experts, "a positive integer")
+    legal = scores.dim() == 2 and scores.is_floating_point()
+    require(legal, "scores", f"of shape {tuple(scores.shape)}, {scores.dtype}", "[rows, columns], floating point")
+    check_count("num_experts", num_experts)
     divides = scores.shape[1] % num_experts == 0 and scores.shape[1] > 0
-    require(
-        divides,
-        "scores",
-        f"of shape {tuple(scores.shape)}",
-        f"with a positive multiple of num_experts {num_experts} columns",
-    )
+    require_shape(divides, "scores", scores, f"with a positive multiple of num_experts {num_experts} columns")
     shape = tuple(tokens_per_expert.shape)
-    require(
-        shape == (scores.shape[1],),
-        "tokens_per_expert",
-        f"of shape {shape}",
-        f"of shape ({scores.shape[1]},), a count per column of scores",
-    )
+    requirement = f"of shape ({scores.shape[1]},), a count per column of scores"
+    require(shape == (scores.shape[1],), "tokens_per_expert", f"of shape {shape}", requirement)
     check_topk(topk, num_experts)
     if not isinstance(total_num_tokens, Tensor):
-        require(
-            is_count(total_num_tokens) and total_num_tokens >= 0,
-            "total_num_tokens",
-            total_num_tokens,
-            "an integer ≥ 0 or a tensor of one",
-        )
+        requirement = "an integer ≥ 0 or a tensor of one"
+        require(is_count(total_num_tokens) and total_num_tokens >= 0, "total_num_tokens", total_num_tokens, requirement)
     check_coeff(coeff)
 
 
 def check_gate(x: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: str | None) -> None:
     """The rules of `gate`."""
-    require(
-        x.dim() == 2 and x.is_floating_point(),
-        "x",
-        f"of shape {tuple(x.shape)}, {x.dtype}",
-        "[tokens, hidden], floating point",
-    )
-    require(weight.dim() == 2, "weight", f"of shape {tuple(weight.shape)}", "[experts, hidden]")
+    requirement = "[tokens, hidden], floating point"
+    require(x.dim() == 2 and x.is_floating_point(), "x", f"of shape {tuple(x.shape)}, {x.dtype}", requirement)
+    require_shape(weight.dim() == 2, "weight", weight, "[experts, hidden]")
     check_float("weight", weight, (weight.shape[0], x.shape[1]), x)
     if bias is not None:
         check_float("bias", bias, (weight.shape[0],), x)
@@ -321,10 +279,10 @@ def check_route(
 ) -> None:
     """The rules of `route`."""
     requirement = f"[tokens, {config.num_experts}], the experts of the configuration"
-    require(logits.shape[1] == config.num_experts, "logits", f"of shape {tuple(logits.shape)}", requirement)
+    require_shape(logits.shape[1] == config.num_experts, "logits", logits, requirement)
     divides = is_count(batch_size) and batch_size >= 1 and logits.shape[0] % batch_size == 0
     require(divides, "batch_size", batch_size, f"a positive divisor of the {logits.shape[0]} tokens")
-    require(replay in REPLAYS, "replay", repr(replay), f"one of {', '.join(REPLAYS)}")
+    check_choice("replay", replay, REPLAYS)
     requirement = "none with sinkhorn, which has no indices to replay"
     require(replay == "none" or not config.sinkhorn, "replay", repr(replay), requirement)
     consistent = (replay_target is not None) == (replay == "forward")
@@ -346,8 +304,8 @@ def check_loss_scale(scale: float) -> None:
 def check_expert_capacity(num_tokens: int, num_experts: int, topk: int, capacity_factor: float) -> None:
     """The rules of `expert_capacity`."""
     require(is_count(num_tokens) and num_tokens >= 0, "num_tokens", num_tokens, "an integer ≥ 0")
-    require(is_count(num_experts) and num_experts >= 1, "num_experts", num_experts, "a positive integer")
-    require(is_count(topk) and topk >= 1, "topk", topk, "a positive integer")
+    check_count("num_experts", num_experts)
+    check_count("topk", topk)
     require(is_number(capacity_factor) and capacity_factor > 0, "capacity_factor", capacity_factor, "a positive number")
 
 
@@ -366,20 +324,12 @@ def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_fa
 
 def check_update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, update_rate: float) -> None:
     """The rules of `update_expert_bias`."""
-    require(
-        expert_bias.dtype in (torch.float32, torch.float64),
-        "expert_bias",
-        f"of dtype {expert_bias.dtype}",
-        "float32: a lower precision loses the steps",
-    )
-    require(expert_bias.dim() == 1, "expert_bias", f"of shape {tuple(expert_bias.shape)}", "[experts]")
+    requirement = "float32: a lower precision loses the steps"
+    require_dtype(expert_bias.dtype in (torch.float32, torch.float64), "expert_bias", expert_bias, requirement)
+    require_shape(expert_bias.dim() == 1, "expert_bias", expert_bias, "[experts]")
     shape = tuple(tokens_per_expert.shape)
-    require(
-        shape == tuple(expert_bias.shape),
-        "tokens_per_expert",
-        f"of shape {shape}",
-        f"of shape {tuple(expert_bias.shape)}, as expert_bias",
-    )
+    requirement = f"of shape {tuple(expert_bias.shape)}, as expert_bias"
+    require(shape == tuple(expert_bias.shape), "tokens_per_expert", f"of shape {shape}", requirement)
     require(is_number(update_rate) and update_rate >= 0, "update_rate", update_rate, "a number ≥ 0")
 
 
@@ -389,4 +339,4 @@ def check_state_tensors(tensors: Mapping[str, Tensor]) -> None:
     for name in names:
         require(name in tensors, "tensors", f"without {name}", f"with {', '.join(names)}")
     bias = tensors["expert_bias"]
-    require(bias.is_floating_point(), "expert_bias", f"of dtype {bias.dtype}", "floating point")
+    require_dtype(bias.is_floating_point(), "expert_bias", bias, "floating point")

@@ -3,6 +3,8 @@ values.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,41 @@ def require(condition: bool, argument: str, value: object, requirement: str) -> 
     """
     if not condition:
         raise ValueError(f"{argument} is {value}; it must be {requirement}")
+
+
+def require_shape(condition: bool, argument: str, x: Tensor, requirement: str) -> None:
+    """`require`, with the shape of `x` as the value."""
+    require(condition, argument, f"of shape {tuple(x.shape)}", requirement)
+
+
+def require_dtype(condition: bool, argument: str, x: Tensor, requirement: str) -> None:
+    """`require`, with the dtype of `x` as the value."""
+    require(condition, argument, f"of dtype {x.dtype}", requirement)
+
+
+def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
+    """`value` is one of the choices."""
+    require(value in choices, argument, repr(value), f"one of {', '.join(choices)}")
+
+
+def check_count(argument: str, value: object) -> None:
+    """`value` is a positive integer."""
+    require(is_positive(value), argument, value, "a positive integer")
+
+
+def check_optional_count(argument: str, value: object) -> None:
+    """`value` is None or a positive integer."""
+    require(value is None or is_positive(value), argument, value, "None or a positive integer")
+
+
+def check_entries(argument: str, values: Sequence[Any], ranks: int) -> None:
+    """`values` has an entry per rank."""
+    require(len(values) == ranks, argument, f"a list of {len(values)}", f"a list of {ranks}, an entry per rank")
+
+
+def is_positive(value: Any) -> bool:
+    """True for a positive integer."""
+    return is_count(value) and value >= 1
 
 
 def is_count(value: object) -> bool:
@@ -32,8 +69,8 @@ def is_number(value: object) -> bool:
 
 def check_float(argument: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     """`x` is floating point, of the given shape, on the device of `like`."""
-    require(tuple(x.shape) == shape, argument, f"of shape {tuple(x.shape)}", f"of shape {shape}")
-    require(x.is_floating_point(), argument, f"of dtype {x.dtype}", "floating point")
+    require_shape(tuple(x.shape) == shape, argument, x, f"of shape {shape}")
+    require_dtype(x.is_floating_point(), argument, x, "floating point")
     require(x.device == like.device, argument, f"on {x.device}", f"on {like.device}")
 
 

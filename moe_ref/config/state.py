@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ref.config.quantization import QuantizerState, Recipe
 from moe_ref.config.router import RouterConfig, RouterState, check_state_tensors
-from moe_ref.config.rules import is_count, require
+from moe_ref.config.rules import check_count
 
 
 def new_state(config: RouterConfig, device: Any = None) -> RouterState:
@@ -47,7 +47,7 @@ def new_quantizer_state(
 
     Source: DelayedScalingRecipeState.
     """
-    require(is_count(num_groups) and num_groups >= 1, "num_groups", num_groups, "a positive integer")
+    check_count("num_groups", num_groups)
     if recipe.scaling != "delayed":
         return None
     assert recipe.amax_history_len is not None

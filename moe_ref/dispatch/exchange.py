@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ref.config import PerRank, check_rows, check_tokens, require
+from moe_ref.config.rules import check_entries
 from moe_ref.dispatch.plan import RoutePlan
 from moe_ref.permutation.rows import take_rows
 
@@ -61,7 +62,7 @@ def plan_of(handles: PerRank[Any], kind: type[Handle], rows: PerRank[Tensor] | N
         value += f" of rank {handle.rank}" if handle.plan is handles[0].plan else " of another call"
         require(value == f"{kind.__name__} of rank {rank}", f"handles[{rank}]", value, requirement)
     ranks = handles[0].plan.ranks
-    require(len(handles) == ranks, "handles", f"a list of {len(handles)}", f"a list of {ranks}, an entry per rank")
+    check_entries("handles", handles, ranks)
     if rows is not None:
         check_rows(rows, [tuple(tokens_P.shape) for tokens_P in handles[0].row_tokens])
     return handles[0].plan

@@ -59,19 +59,11 @@ def apply_index_policy(
     check_index_values(indices_TK, num_experts)
     indices_TK = indices_TK.long()  # 255 of uint8 equals -1, to torch
     empty_TK = indices_TK == EMPTY
-    require(
-        policy.empty == "skip" or not bool(empty_TK.any()),
-        "indices",
-        "-1 in some slot",
-        "an expert in every slot, by the policy",
-    )
+    requirement = "an expert in every slot, by the policy"
+    require(policy.empty == "skip" or not bool(empty_TK.any()), "indices", "-1 in some slot", requirement)
     repeats_TK = _named_again(indices_TK)
-    require(
-        policy.duplicates != "reject" or not bool(repeats_TK.any()),
-        "indices",
-        "the same expert in two slots",
-        "distinct in a token, by the policy",
-    )
+    legal = policy.duplicates != "reject" or not bool(repeats_TK.any())
+    require(legal, "indices", "the same expert in two slots", "distinct in a token, by the policy")
     if policy.duplicates == "last slot":
         empty_TK = empty_TK | repeats_TK
     if policy.zero_prob == "drop" and probs_TK is not None:

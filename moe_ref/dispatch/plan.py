@@ -109,10 +109,6 @@ class RoutePlan:
         """[D]: the tokens that some expert of the rank asks for, once each, ascending."""
         return self.token_R[self.routed_R & (self.expert_R // self.local_experts == rank)].unique()
 
-    def sends(self) -> Tensor:
-        """[W,W]: copies that each source (row) was asked to send to each rank (column)."""
-        return self.count_WE.unflatten(1, (self.ranks, self.local_experts)).sum(2)
-
 
 def plan_of_maps(routing_maps: PerRank[Tensor], layout: Layout | None = None) -> RoutePlan:
     """The plan for the routing maps [T_r,E] of all ranks; a token's slots are its experts,

@@ -14,10 +14,7 @@ from moe_ref.rounding import round_to
 
 
 def sum_flat(
-    rows: PerRank[Tensor],
-    row_tokens: PerRank[Tensor],
-    tokens: tuple[int, ...],
-    biases: Sequence[PerRank[Tensor]] = (),
+    rows: PerRank[Tensor], row_tokens: PerRank[Tensor], tokens: tuple[int, ...], biases: Sequence[PerRank[Tensor]] = ()
 ) -> list[Tensor]:
     """y[g] = round(biases[g] + Σ_w Σ_i rows_w[i] over the rows i of g): ranks ascending, rows
     ascending, one rounding.

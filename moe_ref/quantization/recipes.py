@@ -356,12 +356,8 @@ def update_scales(
     history_GL, last_G = state.amax_history, state.amax_history[:, 0]
     if reduced_amax is not None:
         shape = tuple(reduced_amax.shape)
-        require(
-            shape == tuple(state.scale.shape),
-            "reduced_amax",
-            f"of shape {shape}",
-            f"of shape {tuple(state.scale.shape)}",
-        )
+        requirement = f"of shape {tuple(state.scale.shape)}"
+        require(shape == tuple(state.scale.shape), "reduced_amax", f"of shape {shape}", requirement)
         last_G = torch.where(reduced_amax != 0, reduced_amax, last_G)
     seen_G = last_G != 0
     older_GL = history_GL[:, 1:]

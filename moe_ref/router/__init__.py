@@ -2,13 +2,7 @@
 
 from moe_ref.config.router import expert_capacity
 from moe_ref.config.state import new_state, state_from, state_tensors
-from moe_ref.router.balancing import (
-    attach_loss,
-    aux_loss_scores,
-    load_balancing_loss,
-    update_expert_bias,
-    z_loss,
-)
+from moe_ref.router.balancing import attach_loss, aux_loss_scores, load_balancing_loss, update_expert_bias, z_loss
 from moe_ref.router.capacity import drop_tokens
 from moe_ref.router.gating import gate, jitter
 from moe_ref.router.route import route

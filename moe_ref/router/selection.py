@@ -70,12 +70,8 @@ def topk_indices(
     else:
         index_TK = precomputed_indices.long()
         illegal = (index_TK < 0) | (index_TK >= logits_TE.shape[1])
-        require(
-            not bool(illegal.any()),
-            "precomputed_indices",
-            index_TK[illegal].tolist()[:4],
-            f"from 0 to {logits_TE.shape[1] - 1}",
-        )
+        requirement = f"from 0 to {logits_TE.shape[1] - 1}"
+        require(not bool(illegal.any()), "precomputed_indices", index_TK[illegal].tolist()[:4], requirement)
     weights_TK = _weights(scores_TE.gather(1, index_TK), score_function, pre_softmax)
     if scaling_factor is not None:
         weights_TK = weights_TK * scaling_factor

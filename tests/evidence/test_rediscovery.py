@@ -133,7 +133,7 @@ def test_the_page_counts_the_outcomes():
     text = page(results)
     assert "2 defects: 1 found again, 0 half, 0 not shown, 1 not run." in text
     assert f"| {MEGATRON} | X01: a title | 1.0 | 2.0 | found again |" in text
-    assert "2.0 passes. 1.0: bad." in text and "- X01: because" in text
+    assert "- X01. 1.0: bad." in text and "- X01: because" in text
 
 
 def test_a_check_over_ranks_finds_the_installed_release_s_defect_and_passes_once_it_is_mended(monkeypatch):

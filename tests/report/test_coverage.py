@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import coverage
-from benchmarks.features import GATE_ON_A_GPU, GATED_FAMILIES, SECTIONS, Feature
+from benchmarks.coverage import GATE_ON_A_GPU, GATED_FAMILIES, SECTIONS, Feature
 from conformance.catalogue import CONTRACTS
 from conformance.core.axes import Choice
 from conformance.interface import Implementation

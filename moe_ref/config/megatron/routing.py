@@ -4,15 +4,7 @@ Tables of one rule per row, read in order. A row may rely on those before it: ki
 before combinations.
 """
 
-from moe_ref.config.megatron.rule import (
-    Rule,
-    flex,
-    listed,
-    not_negative,
-    positive,
-    sinkhorn,
-    swiglu,
-)
+from moe_ref.config.megatron.rule import Rule, flex, listed, not_negative, positive, sinkhorn, swiglu
 from moe_ref.config.rules import MAX_EXPERTS
 
 # fmt: off

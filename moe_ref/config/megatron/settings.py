@@ -60,7 +60,7 @@ class MoEConfig:
 
     Warns:
         DeprecationWarning: a deprecated name. UserWarning: legal, but seldom meant (see
-            `moe_rules_running.WARNINGS`).
+            `running.WARNINGS`).
     """
 
     # The model

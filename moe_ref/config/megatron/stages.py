@@ -79,12 +79,8 @@ def layer_config(config: MoEConfig) -> LayerConfig:
             `check_jitter`.
     """
     gated, name = config.gated_linear_unit, config.activation_func
-    require(
-        not gated or name in GATED_FORM,
-        "activation_func",
-        f"{name!r} with gated_linear_unit",
-        f"one of {', '.join(GATED_FORM)}",
-    )
+    requirement = f"one of {', '.join(GATED_FORM)}"
+    require(not gated or name in GATED_FORM, "activation_func", f"{name!r} with gated_linear_unit", requirement)
     flex = config.moe_token_dispatcher_type == "flex"
     dispatcher = config.moe_flex_dispatcher_backend if flex else config.moe_token_dispatcher_type
     hybridep, shaped = dispatcher == "hybridep", gated and not config.use_te_activation_func

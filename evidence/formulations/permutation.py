@@ -1,12 +1,8 @@
-"""The same six functions a second time, computed in another way: `permute` by index arithmetic, the
-others by loops.
+"""Permutation and the routing map in a second formulation: `permute` by index arithmetic, the other
+functions by loops.
 
-A second opinion on `permute` and `routing_map`, with which it shares no code. The functions take
-the same arguments and return the same results, but
-
-- validate nothing: give them legal calls;
-- leave every gradient to autograd, which adds in the storage dtype: ask for gradients in float64;
-- cost a tensor operation per row or number, so they are for small sizes.
+The functions validate nothing, and leave every gradient to autograd, which adds in the storage
+dtype: gradients are compared in float64.
 """
 
 from collections.abc import Sequence
