@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moe_fast.layer import megatron
 from moe_fast.layer.huggingface import settings
 from moe_fast.layer.huggingface.families import Family
 from moe_ref.config import MoEConfig, layer_config, rank_budget, require
@@ -38,6 +39,11 @@ def arguments_and_family(config: Any, num_tokens: int | None, ranks: int) -> tup
     Raises:
         ValueError: an option that the layer lacks, or another number of ranks than the options say.
     """
+    if megatron.is_transformer_config(config):
+        arguments, _ = arguments_and_family(megatron.moe_config(config), num_tokens, ranks)
+        layer = arguments["config"]
+        layer = replace(layer, recipe=megatron.recipe_of(config, layer.recipe))
+        return arguments | {"config": layer, "init_std": config.init_method_std}, None
     if isinstance(config, MoEConfig):
         check_world(config, ranks)
         return arguments_of(config, num_tokens), None

@@ -179,7 +179,7 @@ class MoELayer(nn.Module):
     @classmethod
     def from_config(
         cls, config: Any, *, group: Any = None, num_tokens: int | None = None, shared_memory: bool = False,
-        init_std: float = INIT_STD, device: Any = None,
+        init_std: float | None = None, device: Any = None,
     ) -> "MoELayer":  # fmt: skip
         """The layer that a configuration describes; each option is used or refused by its name.
 
@@ -190,11 +190,14 @@ class MoELayer(nn.Module):
         `to_hf` then have the names of transformers.
 
         Args:
-            config: Megatron's options, as a `MoEConfig`; or a configuration of transformers, its
-                dict, or the path of its `config.json`; or the name of a preset, such as
-                "deepseek-v3" (`moe_fast.layer.huggingface.settings.PRESETS`).
+            config: Megatron's options, as its `TransformerConfig` or as a `MoEConfig`; or a
+                configuration of transformers, its dict, or the path of its `config.json`; or the
+                name of a preset, such as "deepseek-v3" (`PRESETS` of
+                `moe_fast.layer.huggingface.settings`).
             group: of EP · ETP ranks; None for one rank. With a configuration of transformers its
                 ranks share the experts by the dispatcher "alltoall".
+            init_std: of the initial weights; None: as the configuration of Megatron says, or the
+                default of this class.
             num_tokens: the most tokens of a rank, which `moe_expert_rank_capacity_factor` needs.
 
         Raises:
@@ -207,7 +210,8 @@ class MoELayer(nn.Module):
         """
         ranks = 1 if group is None else dist.get_world_size(group)
         arguments, family = arguments_and_family(config, num_tokens, ranks)
-        layer = cls(**arguments, group=group, shared_memory=shared_memory, init_std=init_std, device=device)
+        deviation = {} if init_std is None else {"init_std": init_std}
+        layer = cls(**arguments | deviation, group=group, shared_memory=shared_memory, device=device)
         layer.family = family
         return layer
 
