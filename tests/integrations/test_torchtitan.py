@@ -60,7 +60,7 @@ def pair(kind: str = "swiglu", dispatcher=LOCAL) -> tuple[nn.Module, nn.Module]:
     for layer in (theirs, ours):
         layer._init_self_buffers()
     ours.load_state_dict(theirs.state_dict())
-    # torchtitan's experts of gpt-oss return bfloat16, and its dispatcher takes the tokens' dtype alone
+    # torchtitan's experts of gpt-oss return bfloat16; its dispatcher takes only the tokens' dtype
     theirs.routed_experts.inner_experts.register_forward_hook(lambda _, inputs, rows: rows.type_as(inputs[0]))
     return theirs, ours
 
