@@ -28,6 +28,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 	$(BIN)/pip install -q -e '.[fast,xdist,mutants,vectors,docs,cluster,dev]'
 	$(BIN)/pip install -q --no-deps 'megatron-core==0.16.1' || echo 'megatron-core cannot be installed here: it is not judged'
 	$(BIN)/pip install -q torchao==0.18.0 transformers==5.24.0 || echo 'torchao and transformers cannot be installed here: they are not judged'
+	$(BIN)/pip install -q tyro spmd_types==0.2.3 && $(BIN)/pip install -q --no-deps torchtitan==0.3.0 || echo 'torchtitan cannot be installed here: its experts are not replaced'
 	touch $@
 
 conform: setup

@@ -37,6 +37,7 @@ SECTIONS = {
         "gate-ranks",
         "honest",
         "transformers",
+        "transformers-layers",
         "other-packages-tests",
         "sanitizers",
         "machine-code",

@@ -108,11 +108,11 @@ def model_class(family: str) -> Any:
     return next(some_models for some_models in by_ending if some_models)[0]
 
 
-def tiny_model(family: str) -> nn.Module:
-    """A model of a family with small sizes and random parameters."""
+def tiny_model(family: str, **options: Any) -> nn.Module:
+    """A model of a family with small sizes, these options, and random parameters."""
     language_model = model_class(family)
     fields = {name for base in language_model.config_class.__mro__ for name in getattr(base, "__annotations__", {})}
-    settings = {name: size for name, size in SIZES.items() if name in fields} | SPECIAL.get(family, {})
+    settings = {name: size for name, size in SIZES.items() if name in fields} | SPECIAL.get(family, {}) | options
     torch.manual_seed(0)
     model: nn.Module = language_model(language_model.config_class(**settings)).float()
     for parameter in model.parameters():

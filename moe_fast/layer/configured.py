@@ -1,10 +1,15 @@
-"""The arguments of `MoELayer` that Megatron's options ask for."""
+"""The arguments of `MoELayer` that a configuration asks for: of Megatron's options here, of a
+model of transformers in `moe_fast.layer.huggingface`.
+"""
 
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from moe_fast.layer import megatron
+from moe_fast.layer.huggingface import settings
+from moe_fast.layer.huggingface.families import Family
 from moe_ref.config import MoEConfig, layer_config, rank_budget, require
 from moe_ref.config.layer import LayerConfig
 
@@ -26,6 +31,24 @@ moe_paged_stash_buffer_size_factor_cpu cuda_graph_impl cuda_graph_modules
 overlap_moe_expert_parallel_comm ep_overlap_early_attn_memory_release moe_single_grouped_bias
 """
 OF_THE_TRAINER = frozenset(_TRAINER.split())
+
+
+def arguments_and_family(config: Any, num_tokens: int | None, ranks: int) -> tuple[dict[str, Any], Family | None]:
+    """The arguments of `MoELayer`, and the family of transformers that a configuration belongs to.
+
+    Raises:
+        ValueError: an option that the layer lacks, or another number of ranks than the options say.
+    """
+    if megatron.is_transformer_config(config):
+        arguments, _ = arguments_and_family(megatron.moe_config(config), num_tokens, ranks)
+        layer = arguments["config"]
+        layer = replace(layer, recipe=megatron.recipe_of(config, layer.recipe))
+        return arguments | {"config": layer, "init_std": config.init_method_std}, None
+    if isinstance(config, MoEConfig):
+        check_world(config, ranks)
+        return arguments_of(config, num_tokens), None
+    fields = settings.fields_of(config)
+    return settings.arguments_of(fields), settings.family_of(fields)
 
 
 def arguments_of(config: MoEConfig, num_tokens: int | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The layer as a module, with the names, shapes and initialisation of Megatron's `MoELayer`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,7 +13,9 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from moe_fast.experts.delayed import delaying
 from moe_fast.experts.mlp import run_again
 from moe_fast.layer.call import Call
-from moe_fast.layer.configured import arguments_of, check_world
+from moe_fast.layer.configured import arguments_and_family
+from moe_fast.layer.huggingface import weights
+from moe_fast.layer.huggingface.families import Family
 from moe_fast.layer.layer import after_router, moe_layer, routed_by, sum_over
 from moe_fast.layer.scaling import ScaledGroupedLinear
 from moe_fast.layer.weights import GroupedLinear, KeepsDtypes
@@ -22,7 +24,6 @@ from moe_ref.config import (
     GATED,
     LayerConfig,
     LayerParameters,
-    MoEConfig,
     RankGroup,
     Recipe,
     RouteOutput,
@@ -33,6 +34,7 @@ from moe_ref.config import (
     check_expert_split,
     check_recompute,
     require,
+    split_experts,
 )
 from moe_ref.config.state import new_state
 
@@ -137,6 +139,7 @@ class MoELayer(nn.Module):
     the next step.
     """
 
+    family: Family | None = None  # of transformers, whose names `load_hf` and `to_hf` have
     over_budget: Tensor  # [] bool: whether rows were dropped since it was last cleared, see `within_budget`
 
     def __init__(
@@ -175,30 +178,94 @@ class MoELayer(nn.Module):
 
     @classmethod
     def from_config(
-        cls, config: MoEConfig, *, group: Any = None, num_tokens: int | None = None, shared_memory: bool = False,
-        init_std: float = INIT_STD, device: Any = None,
+        cls, config: Any, *, group: Any = None, num_tokens: int | None = None, shared_memory: bool = False,
+        init_std: float | None = None, device: Any = None,
     ) -> "MoELayer":  # fmt: skip
-        """The layer that Megatron's options describe; each option is used or refused by its name.
+        """The layer that a configuration describes; each option is used or refused by its name.
 
-        Options of other parts of a training run, such as offloading or CUDA graphs, stay with the
-        trainer (`OF_THE_TRAINER` of `moe_fast.layer.configured`). The parameters have the names of
-        Megatron's state dict.
+        Of Megatron's options, those of other parts of a training run, such as offloading or CUDA
+        graphs, stay with the trainer (`OF_THE_TRAINER` of `moe_fast.layer.configured`), and the
+        parameters have the names of Megatron's state dict. Of a model of transformers the layer is
+        the MoE block, without its norm; losses over all layers stay with the model. `load_hf` and
+        `to_hf` then have the names of transformers.
 
         Args:
-            config: with `hidden_size`, and the width of the experts.
-            group: of EP · ETP ranks; None for one rank.
+            config: Megatron's options, as its `TransformerConfig` or as a `MoEConfig`; or a
+                configuration of transformers, its dict, or the path of its `config.json`; or the
+                name of a preset, such as "deepseek-v3" (`PRESETS` of
+                `moe_fast.layer.huggingface.settings`).
+            group: of EP · ETP ranks; None for one rank. With a configuration of transformers its
+                ranks share the experts by the dispatcher "alltoall".
+            init_std: of the initial weights; None: as the configuration of Megatron says, or the
+                default of this class.
             num_tokens: the most tokens of a rank, which `moe_expert_rank_capacity_factor` needs.
 
         Raises:
             ValueError: an option that this layer does not have, or a group of another size.
 
         Example:
-            >>> sizes = {"hidden_size": 64, "num_moe_experts": 8, "moe_ffn_hidden_size": 32}
-            >>> layer = MoELayer.from_config(MoEConfig(**sizes, add_bias_linear=False))
+            >>> sizes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 8}
+            >>> mixtral = {"model_type": "mixtral", "num_experts_per_tok": 2, "hidden_act": "silu"}
+            >>> layer = MoELayer.from_config(mixtral | sizes)
         """
-        check_world(config, 1 if group is None else dist.get_world_size(group))
-        arguments = arguments_of(config, num_tokens)
-        return cls(**arguments, group=group, shared_memory=shared_memory, init_std=init_std, device=device)
+        ranks = 1 if group is None else dist.get_world_size(group)
+        arguments, family = arguments_and_family(config, num_tokens, ranks)
+        deviation = {} if init_std is None else {"init_std": init_std}
+        layer = cls(**arguments | deviation, group=group, shared_memory=shared_memory, device=device)
+        layer.family = family
+        return layer
+
+    @torch.no_grad()
+    def load_hf(self, state_dict: Mapping[str, Tensor], prefix: str = "") -> None:
+        """Load the weights of the layer of a model of transformers: of its module, or of a
+        checkpoint with each expert's matrices apart. Each rank takes its share of the experts.
+
+        Args:
+            prefix: of the layer's names, for example "model.layers.3.mlp."; others are not read.
+
+        Raises:
+            ValueError: a weight is missing, has another shape, or is none of this layer's; the
+                layer was not made of a configuration of transformers.
+        """
+        state = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
+        parameters, score_bias = weights.parameters_of(self._named_family(), self.config, state)
+        group = self.group
+        ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        local_parameters = split_experts(parameters, ranks, self.config)[rank]
+        pairs = list(zip(LayerParameters._fields, self.layer_parameters, local_parameters, strict=True))
+        if score_bias is not None:
+            pairs.append(("expert_bias", self.router.state.expert_bias, score_bias))
+        for name, parameter, weight in pairs:
+            value, expected = (None if x is None else tuple(x.shape) for x in (weight, parameter))
+            require(value == expected, name, f"of shape {value}", f"of shape {expected}")
+        for _, parameter, weight in pairs:
+            if parameter is not None and weight is not None:
+                parameter.copy_(weight)
+
+    @torch.no_grad()
+    def to_hf(self, *, per_expert: bool = False) -> dict[str, Tensor]:
+        """The weights by their names in transformers, without the prefix of the layer. They share
+        memory with the parameters where the layout is the same.
+
+        Args:
+            per_expert: the matrices of each expert apart, as many published checkpoints have them;
+                otherwise stacked, as the module in transformers has them.
+
+        Raises:
+            ValueError: the experts are shared with other ranks; or see `load_hf`.
+        """
+        ranks = 1 if self.group is None else dist.get_world_size(self.group)
+        require(ranks == 1, "group", f"of {ranks} ranks", "of one rank: gather the experts before they are written")
+        detached = LayerParameters(*(None if x is None else x.detach() for x in self.layer_parameters))  # type: ignore[arg-type]
+        return weights.state_of(
+            self._named_family(), self.config, detached, self.router.state.expert_bias, per_expert=per_expert
+        )
+
+    def _named_family(self) -> Family:
+        expected = "made by from_config with a configuration of transformers"
+        require(self.family is not None, "layer", "without names of transformers", expected)
+        assert self.family is not None
+        return self.family
 
     @property
     def layer_parameters(self) -> LayerParameters:

@@ -79,6 +79,7 @@ LEFT = (
     Left(r"(\S+=\S+ )*python3? -m (benchmarks|pytest -p)", "minutes or a GPU", "tests/test_benchmarks.py"),
     Left(r"python -m evidence.formulations", "minutes", "tests/evidence/test_formulations.py"),
     Left(r"python -m evidence.transformers_families", "minutes", "tests/integrations/test_transformers.py"),
+    Left(r"python -m evidence.transformers_layers", "minutes", "tests/layer/test_transformers_layers.py"),
     Left(r"python -m evidence.machine_code", "minutes", "tests/evidence/test_machine_code.py"),
     Left(r"python -m evidence.outward", "a GPU", "tests/evidence/test_outward.py"),
 )  # fmt: skip
