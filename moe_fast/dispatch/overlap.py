@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_fast.launch.autograd import once_differentiable
+from moe_fast.launch.operators import has_memory
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -59,8 +60,10 @@ class _InBackward(torch.autograd.Function):
 
 
 def launched_beside(local: Callable[[], X], device: torch.device) -> X:
-    """local(), after all work that was launched before it; on a GPU on a separate stream."""
-    if device.type != "cuda":
+    """local(), after all work that was launched before it; on a GPU on a separate stream. A graph of
+    torch.compile has one stream.
+    """
+    if not _has_streams(device):
         return local()
     stream = side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -72,11 +75,15 @@ def wait_for(results: Iterable[Tensor], device: torch.device) -> None:
     """Make later work on the current stream wait for everything that `launched_beside` has
     launched, and keep the results alive for it.
     """
-    if device.type == "cuda":
+    if _has_streams(device):
         here = torch.cuda.current_stream(device)
         here.wait_stream(side_stream(device))
         for x in results:
             x.record_stream(here)  # its memory is the other stream's
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type == "cuda" and has_memory()
 
 
 @cache

@@ -151,24 +151,23 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def _stacked(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
-    """The weights [L,…] and biases [L,…] of all experts."""
-    weights, biases = zip(*(linear() for linear in linears), strict=True)
+    """The weights [L,…] and biases [L,…] of all experts. A layer is called only for its hooks,
+    because a call of each of many experts takes the host longer than the products take a GPU.
+    """
+    pairs = [linear() if linear._forward_pre_hooks else (linear.weight, linear.bias) for linear in linears]
+    weights, biases = zip(*pairs, strict=True)
     return Stacked.apply(*weights), None if biases[0] is None else torch.stack(biases)  # type: ignore[return-value]
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor | None:
     """One tensor of weights that lie one after another in memory; None if they do not."""
-    first = weights[0].detach()
-    step, start = first.numel(), first.storage_offset()
-    storage = first.untyped_storage().data_ptr()
-    for index, weight in enumerate(weights):
-        if (
-            weight.untyped_storage().data_ptr() != storage
-            or weight.storage_offset() != start + index * step
-            or not weight.is_contiguous()
-        ):
-            return None
-    return first.as_strided((len(weights), *first.shape), (step, *first.stride()))
+    first, count = weights[0].detach(), len(weights)
+    step, address = first.numel() * first.itemsize, first.data_ptr()
+    follows = [weight.data_ptr() for weight in weights] == [address + index * step for index in range(count)]
+    in_one_storage = first.storage_offset() * first.itemsize + count * step <= first.untyped_storage().nbytes()
+    if not follows or not in_one_storage or not all(weight.is_contiguous() for weight in weights):
+        return None
+    return first.as_strided((count, *first.shape), (first.numel(), *first.stride()))
 
 
 class Stacked(torch.autograd.Function):
@@ -176,7 +175,7 @@ class Stacked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> Tensor:
-        joined = _joined([weight.data for weight in weights])
+        joined = _joined(weights)
         return torch.stack(weights) if joined is None else joined
 
     @staticmethod
