@@ -64,20 +64,21 @@ class Router(KeepsDtypes):
         return RouterState(**tensors, replay_queue=())
 
     def keep(self, state: RouterState) -> None:
-        """Make `state` the state of the next step. Once a CUDA graph has captured a step, the state
-        is copied into the tensors that the graph reads and writes.
+        """Make `state` the state of the next step. Once a CUDA graph or a graph of torch.compile has
+        a step, the state is copied into the tensors that the graph reads and writes.
         """
-        if self.weight.is_cuda and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self.captured = True
+        elif self.weight.is_cuda:
             self.captured |= torch.cuda.is_current_stream_capturing()
         for name in RouterState._fields:
-            if name != "replay_queue":
-                self._keep(name, getattr(state, name).detach())
-
-    def _keep(self, name: str, new: Tensor) -> None:
-        if not self.captured:
-            setattr(self, name, new)
-        elif new.data_ptr() != getattr(self, name).data_ptr():
-            getattr(self, name).copy_(new)
+            old, new = getattr(self, name, None), getattr(state, name)
+            if name == "replay_queue" or new is old:
+                continue
+            if torch.compiler.is_compiling() or self.captured:
+                old.copy_(new.detach())
+            else:
+                setattr(self, name, new.detach())
 
 
 class Experts(nn.Module):

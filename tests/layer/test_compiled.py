@@ -29,7 +29,7 @@ def step(layer: moe_fast.MoELayer, run, x: Tensor) -> list[Tensor]:
     y.square().sum().backward()
     gradients = [p.grad for p in layer.parameters()]
     layer.zero_grad()
-    results = [y.detach(), x.grad, *gradients, *layer.buffers(), layer.losses.aux_loss]
+    results = [y.detach(), x.grad, *gradients, *(b.clone() for b in layer.buffers()), layer.losses.aux_loss]
     layer.finish_batch()
     return results
 
