@@ -223,6 +223,7 @@ class _GroupedLinear(torch.autograd.Function):
         plan = plan_of(tokens_per_expert, rows)
         ctx.plan, ctx.filled = plan.without_tensors(), filled
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.turned = weight.stride(2) != 1 and weight.stride(1) == 1
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(rows if wants_weight else None, weight if wants_rows else None, *plan.tensors)
         return _multiply(rows, weight.transpose(1, 2), bias, plan, filled[0])
@@ -233,7 +234,11 @@ class _GroupedLinear(torch.autograd.Function):
         rows, weight, *tensors = ctx.saved_tensors
         plan = ctx.plan.with_tensors(tensors)
         d_rows = None if weight is None else _multiply(d_out, weight, None, plan, ctx.filled[1])
-        d_weight = None if rows is None else _outer_products(d_out, rows, None, plan)
+        d_weight = None
+        if rows is not None and ctx.turned:  # a gradient in the weight's layout is not copied into it
+            d_weight = _outer_products(rows, d_out, None, plan).transpose(1, 2)
+        elif rows is not None:
+            d_weight = _outer_products(d_out, rows, None, plan)
         d_bias = segment_sums(d_out, ctx.bias_dtype, plan) if ctx.needs_input_grad[2] else None
         return d_rows, d_weight, d_bias, None, None
 

@@ -71,3 +71,14 @@ def test_products_are_traced_for_a_gpu_without_addresses():
     count, errors = compiled(errors_of_products)
     assert count > 100
     assert errors == []
+
+
+def test_a_product_by_a_transposed_weight_is_one_graph():
+    def product(rows: Tensor, counts: Tensor, fc1: Tensor, *_: Tensor) -> Tensor:
+        return moe_fast.grouped_linear(rows, fc1.mT, counts)
+
+    def transposed(seed: int) -> tuple[Any, ...]:
+        rows, counts, fc1, *others = inputs(seed)
+        return rows, counts, fc1.detach().mT.contiguous().requires_grad_(), *others
+
+    assert_compiles(product, transposed(0)[:3], transposed(1)[:3])

@@ -208,3 +208,11 @@ def test_what_is_not_computed_is_refused_and_declared(function):
     doubles = [tensor.double() for tensor in arguments]
     assert moe_fast.supports(function, *doubles, counts, accumulator="float64") is None
     assert moe_fast.supports(function, *doubles, counts, recipe=Recipe("current")).startswith("rows")
+
+
+def test_the_gradient_of_a_transposed_weight_has_the_weights_layout():
+    x, weight, bias, counts, d_out = problem(COUNTS["uneven"], tail=0.0)
+    transposed = weight.mT.contiguous().mT
+    expected, gradients = (results(x, w, bias, counts, d_out) for w in (weight, transposed))
+    assert gradients[2].stride() == transposed.stride()
+    assert all(torch.equal(a, b) for a, b in zip(expected, gradients, strict=True))
