@@ -179,10 +179,10 @@ def test_what_an_interrupted_run_has_found_is_said(book, status, code):
     assert verdict.exit_code == code
 
 
-@pytest.mark.parametrize(("cases", "verdict", "code"), [(1000, "CONFORMANT", 0), (2, "INTERRUPTED", 4)])
+@pytest.mark.parametrize(("cases", "verdict", "code"), [(ENOUGH, "CONFORMANT", 0), (2, "INTERRUPTED", 4)])
 def test_at_the_time_limit_a_run_is_conformant_with_the_minimum_of_every_function(book, cases, verdict, code):
     for name in CONTRACTS:
-        count = cases if name == "permute" else 1000
+        count = cases if name == "permute" else ENOUGH
         book.section(f"drawn-{name}", name, *["PASS"] * count, scheduled=count + 1)
     found = book.verdict(interrupted=TIME_LIMIT, waivers=("unpermute (me)",))
     assert (found.verdict, found.exit_code) == (verdict, code)
@@ -194,7 +194,7 @@ def test_at_the_time_limit_a_run_is_conformant_with_the_minimum_of_every_functio
 @pytest.mark.parametrize(("accept_partial", "code"), [(False, 4), (True, 0)])
 def test_before_the_covering_array_has_run_a_run_is_conformant_so_far(book, accept_partial, code):
     for name in CONTRACTS:
-        book.section(f"covering-{name}", name, *["PASS"] * 1000, scheduled=1000 + 2 * (name == "permute"))
+        book.section(f"covering-{name}", name, *["PASS"] * ENOUGH, scheduled=ENOUGH + 2 * (name == "permute"))
     verdict = book.verdict(interrupted=TIME_LIMIT, accept_partial=accept_partial)
     assert (verdict.verdict, verdict.exit_code) == ("CONFORMANT SO FAR", code)
     assert "CONFORMANT SO FAR" in markdown(verdict) and "2 cases not run" in "\n".join(lines(verdict))

@@ -8,67 +8,9 @@ import pytest
 from benchmarks.detection import figures
 from conformance import cli
 from conformance.interface import UsageError
-from conformance.mutants.planted import DEFECTS
 from conformance.mutants.score import KEPT, Mutant, PassedCase, Result, attempt, passed_cases, score_mutants
 from tests.common.suite import gate_cases
-from tests.mutants.killers import KILLERS
-
-LISTED = {
-    *("P01", "P02", "P04", "P06", "P09", "P10", "P12", "P13", "P19", "P21", "D01", "D02", "D05"),
-    *("R01", "R03", "R04", "R05", "R06", "R08", "R09", "R10", "R15", "R16", "R19", "R20", "R26", "R27"),
-    *("A01", "A05", "A07", "A09", "A10", "A11", "A12"),
-    *(f"S{number:02}" for number in range(1, 11)),
-    *("Q01", "Q03", "Q08q", "Q11", "Q13", "Q15", "G21q", "Q11g", "Q13g", "Q13m", "Q13l", "Q15g", "B01"),
-    *(
-        "E01",
-        "E02",
-        "E04",
-        "E06",
-        "E07",
-        "F02",
-        *(f"L{number:02}" for number in range(1, 21)),
-        "W01",
-        "W02",
-        "W03",
-        *(f"W{number:02}" for number in range(4, 8)),
-    ),
-    *("G01", "G03", "G04", "G12", "G21", "J01", "H02", "H04", "H04s", "Q08", "K01"),
-    *(f"T{number:02}" for number in range(1, 21)),
-    *(f"V{number:02}" for number in range(1, 11)),
-    *(f"N{number:02}" for number in range(1, 18)),
-    *(f"I{number:02}" for number in range(1, 6)),
-    *(f"C{number:02}" for number in range(1, 46)),
-    *(f"I{number:02}" for number in range(1, 6)),
-    *(f"X{number:02}" for number in range(1, 29)),
-    *(f"U{number:02}" for number in range(1, 68) if number != 11),
-    *(f"Y{number:02}" for number in range(1, 48) if number != 15),
-    *(f"Z{number:02}" for number in range(1, 25) if number != 13),
-    *(f"O{number:02}" for number in range(1, 15)),
-    *(f"M{number:02}" for number in range(1, 37) if number != 10),
-    *(f"ML{number:02}" for number in range(1, 64)),
-    *(f"SL{number:02}" for number in range(1, 22)),
-    *(f"CK{number:02}" for number in range(1, 32)),
-    *(f"DW{number:02}" for number in range(1, 8)),
-    *(f"AD{number:02}" for number in range(1, 85)),
-    *(f"AE{number:03}" for number in range(1, 197)),
-    *(f"RB{number:02}" for number in range(1, 81)),
-    *(f"RC{number:03}" for number in range(1, 241)),
-    *(f"RD{number:03}" for number in range(1, 39)),
-}
-LACKING = (  # of AE: those for which cases were missing
-    *(5, 9, 10, 28, 47, 54, 56, 57, 59, 73, 81, 82, 98, 116, 124, 126, 157, 159, 178, 180, 181, 182, 194),
-)
-LACKING_REPORTED = (3, 4, 37, 38, 47, 53, 57, 71, 75)  # of RB
-LACKING_REWRITTEN = (  # of RC
-    *(11, 12, 17, 23, 28, 32, 33, 35, 36, 37, 52, 59, 61, 64, 76, 77, 79, 90, 95, 99, 102, 104, 120, 125, 134),
-    *(152, 157, 165, 166, 183, 187, 189, 196, 199, 205, 206, 212, 214, 215, 218, 225, 235, 236, 240),
-)
-# the others take minutes: docs/detection.md
-LEFT_OUT = {f"AE{number:03}" for number in range(1, 197) if number not in LACKING and number % 12}
-LEFT_OUT |= {f"RB{number:02}" for number in range(1, 81) if number not in LACKING_REPORTED and number % 16}
-LEFT_OUT |= {f"RC{number:03}" for number in range(1, 241) if number not in LACKING_REWRITTEN and number % 24}
-ROWS = {"N02", "N03"}  # need more rows than an interpreter can run
-LARGE = ROWS | {f"N{number}" for number in range(12, 18)}  # N12 to N17: tests/experts/test_many_rows.py
+from tests.mutants.test_planted import MANY_ROWS
 
 # of classes that a CPU's cases had, and a GPU's fewer structures had not
 FEW_STRUCTURES = {
@@ -81,28 +23,7 @@ FEW_STRUCTURES = {
 }
 
 
-def test_every_listed_defect_is_planted_and_killed_by_a_value_or_a_law(monkeypatch):
-    assert set(DEFECTS) == LISTED
-    for name in LARGE | LEFT_OUT:
-        monkeypatch.delitem(DEFECTS, name)
-    known = json.loads(KILLERS.read_text())
-    results = {result.mutant: result for result in score_mutants("moe_ref", "planted", likely=known)}
-    assert set(results) == LISTED - LARGE - LEFT_OUT
-    assert {name: result.way for name, result in results.items() if result.way not in ("value", "law")} == {}
-    # an alignment that is kept for ever shows only in a second call
-    assert (results["D02"].way, results["D02"].check) == ("law", "history")
-    raising = {name: result.check for name, result in results.items() if result.check.startswith("raises")}
-    # the others accept every legal call: none is killed by the way it is planted
-    # but that a group is not the given one shows at the first exchange, a lost queue at a replay
-    # E04 raises where a rank receives nothing
-    # what ML20, a handle of the call before, does to a case depends on the case before
-    assert {name: check for name, check in raising.items() if name not in ("E04", "ML20")} == {
-        "R04": "raises RuntimeError",
-        **dict.fromkeys(("C24", "C25", "U40"), "raises ValueError"),
-    }
-
-
-@pytest.mark.parametrize("name", sorted(ROWS))
+@pytest.mark.parametrize("name", sorted(MANY_ROWS))
 def test_a_defect_of_many_rows_is_killed_by_the_cases_of_a_gpu(name):
     (result,) = score_mutants("moe_ref", "planted", only=name, functions=("permute",), one_gpu=True)
     assert (result.way, result.function) == ("value", "permute")
