@@ -60,8 +60,8 @@ class _InBackward(torch.autograd.Function):
 
 
 def launched_beside(local: Callable[[], X], device: torch.device) -> X:
-    """local(), after all work that was launched before it; on a GPU on a separate stream. A graph of
-    torch.compile has one stream.
+    """local(), after all work that was launched before it; on a GPU on a separate stream, of which
+    a graph of torch.compile has none.
     """
     if not _has_streams(device):
         return local()

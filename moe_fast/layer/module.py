@@ -64,8 +64,8 @@ class Router(KeepsDtypes):
         return RouterState(**tensors, replay_queue=())
 
     def keep(self, state: RouterState) -> None:
-        """Make `state` the state of the next step. Once a CUDA graph or a graph of torch.compile has
-        a step, the state is copied into the tensors that the graph reads and writes.
+        """Make `state` the state of the next step. Once a CUDA graph or a graph of torch.compile
+        has a step, the state is copied into the tensors that the graph reads and writes.
         """
         if torch.compiler.is_compiling():
             self.captured = True

@@ -1,4 +1,4 @@
-"""Per law on sequences of calls: a case, and an operator that is right in a plain call."""
+"""For each law on sequences of calls, a case and an operator that is right in a single call."""
 
 from dataclasses import replace
 

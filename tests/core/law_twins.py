@@ -1,4 +1,4 @@
-"""Cases of the laws' tests; per law a namespace that is right on its case but breaks the law."""
+"""For each law, a case and a namespace that is right on the case but breaks the law."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -43,32 +43,18 @@ ROUTE = RouteCase(
 )
 GLU = ActivationCase(function="glu", tokens=6, width=4, probs="float32", grads="h+probs", seed=1)
 ACTIVATION = replace(GLU, function="activation")
-LINEAR = GroupedCase(
-    function="grouped_linear", tokens=9, experts=3, counts=(4, 0, 5), hidden=5, width=4, grads="rows+weight", seed=1
-)
+SEGMENTS = {"tokens": 9, "experts": 3, "counts": (4, 0, 5), "seed": 1}
+LINEAR = GroupedCase(function="grouped_linear", hidden=5, width=4, grads="rows+weight", **SEGMENTS)
 FORWARD_LINEAR = replace(LINEAR, grads="")
 DGRAD = replace(LINEAR, function="grouped_dgrad", grads="")
 WGRAD = replace(LINEAR, function="grouped_wgrad", grads="")
-MLP = MlpCase(
-    function="grouped_mlp",
-    tokens=9,
-    experts=3,
-    counts=(4, 0, 5),
-    hidden=5,
-    width=4,
-    probs="float32",
-    weights="zeros",
-    grads="rows",
-    seed=1,
-)
+MLP = MlpCase(function="grouped_mlp", hidden=5, width=4, probs="float32", weights="zeros", grads="rows", **SEGMENTS)
 FORWARD_MLP = replace(MLP, grads="")
 TRAINED_MLP = replace(MLP, grads="fc1_weight+fc2_weight")
 SHARED = SharedCase(function="shared_experts", tokens=6, hidden=5, width=4, grads="x", seed=1)
-QUANTIZE = QuantizeCase(function="quantize", tokens=9, experts=3, counts=(4, 0, 5), hidden=5, seed=1)
+QUANTIZE = QuantizeCase(function="quantize", hidden=5, **SEGMENTS)
 BLOCKS = replace(QUANTIZE, scaling="block")
-ACTIVATED = QuantizedActivationCase(
-    function="glu_and_quantize", tokens=9, experts=3, counts=(4, 0, 5), tail=1, width=4, probs="float32", seed=1
-)
+ACTIVATED = QuantizedActivationCase(function="glu_and_quantize", tail=1, width=4, probs="float32", **SEGMENTS)
 ONE_STEP = PermutedQuantizationCase(
     function="permute_and_quantize", tokens=6, experts=3, hidden=5, routing=FORWARD.routing, align=4, seed=1
 )
@@ -115,7 +101,7 @@ def wrong_where(function: str, spoil, where) -> SimpleNamespace:
 
 def on_input(function: str, change) -> SimpleNamespace:
     """The reference of `change(its first tensor)`."""
-    return wrapped(function, lambda original, x, *others, **settings: original(change(x), *others, **settings))
+    return wrapped(function, lambda original, x, *tensors, **settings: original(change(x), *tensors, **settings))
 
 
 def plus(function: str, term) -> SimpleNamespace:
@@ -134,11 +120,11 @@ def plus(function: str, term) -> SimpleNamespace:
 
 
 def keeps_the_first_alignment():
-    kept: dict[str, int] = {}
+    alignments: dict[str, int] = {}
 
     def permute(original, tokens, routing_map, **settings):
         if "align" in settings:
-            settings["align"] = kept.setdefault("align", settings["align"])
+            settings["align"] = alignments.setdefault("align", settings["align"])
         return original(tokens, routing_map, **settings)
 
     return wrapped("permute", permute)
@@ -157,21 +143,23 @@ def adds_in_another_order_each_time():
 
 
 def caches_by_address():
-    seen: dict[int, object] = {}
+    by_address: dict[int, object] = {}
     return wrapped(
         "permute",
-        lambda original, tokens, *rest, **kw: seen.setdefault(tokens.data_ptr(), original(tokens, *rest, **kw)),
+        lambda original, tokens, *arguments, **kw: by_address.setdefault(
+            tokens.data_ptr(), original(tokens, *arguments, **kw)
+        ),
     )
 
 
 def remembers_a_bias_of_its_own():
     """Hidden state: the second run of the same steps starts where the first ended."""
-    kept: list[Tensor] = []
+    counts: list[Tensor] = []
 
     def route(original, logits, config, *, state, **settings):
         out = original(logits, config, state=state, **settings)
-        kept.append(out.state.tokens_per_expert)
-        return out._replace(state=out.state._replace(tokens_per_expert=out.state.tokens_per_expert + (len(kept) > 2)))
+        counts.append(out.state.tokens_per_expert)
+        return out._replace(state=out.state._replace(tokens_per_expert=out.state.tokens_per_expert + (len(counts) > 2)))
 
     return wrapped("route", route)
 
@@ -260,8 +248,8 @@ def keeps_probs_below_one(original, h, *, probs, **settings):
 
 
 def spreads_a_nan_over_all_rows(tensors):
-    x, *others = tensors
-    return 0 * x[: int(others[-1].sum()) if others else len(x)].detach().double().sum()
+    x, *counts = tensors
+    return 0 * x[: int(counts[-1].sum()) if counts else len(x)].detach().double().sum()
 
 
 def has_short_mantissas(x):
@@ -274,7 +262,8 @@ def weighs_what_has_no_weight() -> SimpleNamespace:
     return plus("grouped_mlp", lambda tensors: (tensors[0].detach() - first).abs().sum())
 
 
-NO_TAIL = replace(ACTIVATED, tail=0)
+NO_TAIL, TAIL = replace(ACTIVATED, tail=0), replace(QUANTIZE, tail=2)
+PADDED_ROWS = replace(UNPERMUTE, align=4, poison="zero", grads="")
 SEQUENTIAL = replace(FORWARD_MLP, function="sequential_mlp")
 WIDE_SUMS = replace(UNPERMUTE, values="wide", experts=9, routing=(0b111111111,) * 6, grads="")
 SPOILT = [  # law, case, corruption of a right result, condition on the call (tensors, settings)
@@ -288,12 +277,7 @@ SPOILT = [  # law, case, corruption of a right result, condition on the call (te
     ("token_reversal", replace(SHARED, grads=""), nothing, lambda x, kw: x[0][0, 0] > x[0][-1, 0]),
     ("groups_alone", QUANTIZE, misquantized, lambda x, kw: len(kw["splits"]) == 1),
     ("zero_rows", replace(QUANTIZE, experts=0, counts=()), misquantized, lambda x, kw: len(x[0]) > 9),
-    (
-        "padding_independence",
-        replace(QUANTIZE, tail=2),
-        misquantized,
-        lambda x, kw: len(x[0]) == int(kw["splits"].sum()),
-    ),
+    ("padding_independence", TAIL, misquantized, lambda x, kw: len(x[0]) == int(kw["splits"].sum())),
     ("row_independence", BLOCKS, misquantized, lambda x, kw: x[0].isnan().any()),
     ("idempotence", BLOCKS, misquantized, lambda x, kw: has_short_mantissas(x[0])),
     ("scaling", QUANTIZE, misquantized, lambda x, kw: x[0].abs().max() > 2),
@@ -356,11 +340,7 @@ TWINS = [
     ("neighbour_independence", CHUNKS, plus("sort_chunks", lambda tensors: 0 * tensors[0].sum())),
     ("adjointness", PERMUTE, on_input("permute", OneUlpInTheGradient.apply)),
     ("scaling", FORWARD, on_input("permute", lambda tokens: tokens.clamp(-2, 2))),
-    (
-        "garbage_independence",
-        replace(UNPERMUTE, align=4, poison="zero", grads=""),
-        wrapped("unpermute", reads_padding_rows),
-    ),
+    ("garbage_independence", PADDED_ROWS, wrapped("unpermute", reads_padding_rows)),
     ("idempotence", PAD, wrapped("pad_routing_map", pads_whole_multiples_once_more)),
     ("column_relabelling", PAD, wrapped("pad_routing_map", pads_nothing_when_the_first_expert_is_empty)),
 ]

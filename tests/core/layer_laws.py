@@ -1,4 +1,4 @@
-"""Cases of the layer's laws, and per law a namespace that is right on its case and breaks it."""
+"""For each law of the layer, a case and a namespace that is right on it but breaks the law."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,19 +30,19 @@ def spoilt(where: Callable[[dict[str, Any]], bool]) -> SimpleNamespace:
 
 
 def from_the_third_call_on() -> SimpleNamespace:
-    """The case's own call and the law's forward are right, what the backward runs again is not."""
+    """Right in the case and in the forward of the law, wrong where its backward recomputes."""
     calls = count(1)
-    return spoilt(lambda asked: next(calls) > 2)
+    return spoilt(lambda settings: next(calls) > 2)
 
 
-def saving(*given: Any, recompute: Any = None, **settings: Any) -> Any:
-    """A layer that saves all that it is told to compute again."""
-    return reference_layer.moe_layer(*given, **settings)
+def saving(*arguments: Any, recompute: Any = None, **settings: Any) -> Any:
+    """A layer that saves every tensor that it is told to recompute."""
+    return reference_layer.moe_layer(*arguments, **settings)
 
 
-def saving_rows(*given: Any, recompute: Any = None, **settings: Any) -> Any:
+def saving_rows(*arguments: Any, recompute: Any = None, **settings: Any) -> Any:
     """A layer that saves rows, not activations."""
-    return reference_layer.moe_layer(*given, recompute=recompute and "moe_act", **settings)
+    return reference_layer.moe_layer(*arguments, recompute=recompute and "moe_act", **settings)
 
 
 def layer_of(moe_layer: Callable[..., Any]) -> SimpleNamespace:
@@ -50,7 +50,7 @@ def layer_of(moe_layer: Callable[..., Any]) -> SimpleNamespace:
 
 
 def still_without_noise(x: Any, p: Any, config: Any, *, noise: Any = None, **settings: Any) -> Any:
-    """A layer that draws no noise of its own."""
+    """A layer that adds no jitter unless the noise is passed."""
     config = config if noise is not None else replace(config, jitter_eps=None)
     return reference_layer.moe_layer(x, p, config, noise=noise, **settings)
 
@@ -58,8 +58,8 @@ def still_without_noise(x: Any, p: Any, config: Any, *, noise: Any = None, **set
 LAYER_TWINS = [
     *(("kept", replace(LARGE, seed=seed), layer_of(saving)) for seed in range(3)),
     ("kept", replace(LARGE, seed=2), layer_of(saving_rows)),
-    ("delayed", TRAINED, spoilt(lambda asked: asked["wgrads"] is not None)),
-    ("overlap", SHARED, spoilt(lambda asked: asked["overlap_shared"])),
+    ("delayed", TRAINED, spoilt(lambda settings: settings["wgrads"] is not None)),
+    ("overlap", SHARED, spoilt(lambda settings: settings["overlap_shared"])),
     ("recompute", TRAINED, from_the_third_call_on),
     ("jittered", JITTERED, layer_of(still_without_noise)),
 ]

@@ -1,4 +1,4 @@
-"""Cases of parameters for the laws' tests, and per law a namespace that is right but breaks it."""
+"""For each law of parameters, a case and a namespace that is right on it but breaks the law."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -7,24 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.families.parameters.cases import (
-    ConvertCase,
-    ExpandCase,
-    ExtraStateCase,
-    MasterCase,
-    ShardCase,
-    StateCase,
-    UpcycleCase,
-)
+from conformance.families.parameters import cases
 from tests.common.suite import wrapped
 
-LAYER = StateCase(function="normalize_parameters", experts=3, rows=2, columns=4, weights="packed")
-MASTER = MasterCase(function="normalize_master_parameters", experts=3, rows=2, columns=4, packed=True)
-MODULES = ConvertCase(function="convert_experts", experts=3, rows=2, columns=4, biases="indexed")
-SHARDS = ShardCase(function="shard_parameters", experts=2, rows=3, columns=2, ranks=2, tensor_ranks=2, gated=True)
-ENTRIES = ExpandCase(function="expand_shard", sizes=(3, 0, 2), length=4)
-EXTRA = ExtraStateCase(function="split_extra_state", experts=3, history=2)
-DENSE = UpcycleCase(function="upcycle", copies=2, granularity=2, width=3, hidden=4, topk=2)
+LAYER = cases.StateCase(function="normalize_parameters", experts=3, rows=2, columns=4, weights="packed")
+MASTER = cases.MasterCase(function="normalize_master_parameters", experts=3, rows=2, columns=4, packed=True)
+MODULES = cases.ConvertCase(function="convert_experts", experts=3, rows=2, columns=4, biases="indexed")
+SHARDS = cases.ShardCase(function="shard_parameters", experts=2, rows=3, columns=2, ranks=2, tensor_ranks=2, gated=True)
+ENTRIES = cases.ExpandCase(function="expand_shard", sizes=(3, 0, 2), length=4)
+EXTRA = cases.ExtraStateCase(function="split_extra_state", experts=3, history=2)
+DENSE = cases.UpcycleCase(function="upcycle", copies=2, granularity=2, width=3, hidden=4, topk=2)
 
 
 def where(function: str, condition: Callable[..., bool], spoil: Callable[[Any], Any]) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""No axis is dead in silence: each is live in some function, and knows the inputs that it names."""
+"""Each axis of a case is live in some function, and the inputs that it names exist."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from conformance.core.case import Case, axes_of
 from conformance.core.signature import Signature
 
 CLASSES = sorted(
-    {one for contract in CONTRACTS.values() for one in contract.case_type.__mro__ if issubclass(one, Case)},
-    key=lambda one: one.__name__,
+    {cls for contract in CONTRACTS.values() for cls in contract.case_type.__mro__ if issubclass(cls, Case)},
+    key=lambda cls: cls.__name__,
 )
 # what is never drawn on purpose
 ON_PURPOSE = {
@@ -23,8 +23,8 @@ ON_PURPOSE = {
 def dead(declaring: type[Case], signatures: list[Signature]) -> set[str]:
     """Axes of this class that are live in no function, and unknown inputs that they name."""
     axes = [axis for name, axis in axes_of(declaring).items() if name in declaring.__annotations__]
-    known = {name for signature in signatures for name in signature.names}
-    strangers = {name for axis in axes if isinstance(axis, Choice) for name in axis.of if name not in known}
+    inputs = {name for signature in signatures for name in signature.names}
+    strangers = {name for axis in axes if isinstance(axis, Choice) for name in axis.of if name not in inputs}
     return strangers | {axis.name for axis in axes if not any(map(axis.live, signatures))}
 
 
@@ -32,7 +32,7 @@ def signatures_of(declaring: type[Case]) -> list[Signature]:
     return [contract.signature for contract in CONTRACTS.values() if issubclass(contract.case_type, declaring)]
 
 
-@pytest.mark.parametrize("declaring", CLASSES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("declaring", CLASSES, ids=lambda cls: cls.__name__)
 def test_each_axis_is_live_in_some_function(declaring):
     assert dead(declaring, signatures_of(declaring)) == ON_PURPOSE.get(declaring.__name__, set())
 

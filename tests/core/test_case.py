@@ -1,4 +1,4 @@
-"""A case is its own replay: its text names it, parses back to it, makes equal tensors anywhere."""
+"""The text of a case names it, parses back to it, and makes equal tensors on every machine."""
 
 import hashlib
 import json
@@ -104,7 +104,7 @@ def test_none_and_zero_are_not_confused():
     ],
     ids=str,
 )
-def test_what_is_no_case_is_refused_by_name(record, named):
+def test_a_record_that_is_no_case_is_refused_with_the_name_of_its_field(record, named):
     with pytest.raises(CaseError, match=named):
         checked(case_from(record))
 

@@ -44,8 +44,8 @@ def test_a_tensor_is_negated_only_where_a_minus_changes_one_bit_of_each_value():
     legal = RoutingCase(function="permute", tokens=4, experts=2, layout="negated", layout_of="tokens", probs="float32")
     signature = CONTRACTS["permute"].signature
     assert signature.fits(legal) is None and signature.fits(replace(legal, layout_of="probs")) is None
-    for other in ({"layout_of": "routing_map"}, {"dtype": "float8_e4m3fn"}, {"values": "special"}):
-        assert "no tensor that torch can negate" in signature.fits(replace(legal, **other))
+    for change in ({"layout_of": "routing_map"}, {"dtype": "float8_e4m3fn"}, {"values": "special"}):
+        assert "no tensor that torch can negate" in signature.fits(replace(legal, **change))
 
 
 def test_layouts_have_the_strides_they_promise():
@@ -92,8 +92,8 @@ def test_maps_and_indices_have_no_rows_that_overlap():
     assert CONTRACTS["permute"].signature.fits(replace(case, layout_of="tokens")) is None
 
 
-def test_an_honest_choice_is_not_judged_by_the_nan_of_another_place():
-    """The NaN of a token that is not routed would be that of a routed one in another row."""
+def test_another_choice_is_not_judged_by_the_nan_of_a_token_that_it_does_not_route():
+    """Rows overlap in memory, so a NaN of an unrouted token is also in the row of a routed one."""
     scope = scope_of("drop_tokens", Space())
     assert scope.signature.overlapping == ["d_probs"]
     (case,) = scope.overlapping()
@@ -107,10 +107,10 @@ def test_an_expanded_layout_repeats_its_first_entry_without_memory():
     assert laid_out(X[:0], "expanded").shape == (0, 6)
 
 
-def test_what_lies_between_strided_values_is_garbage():
+def test_the_memory_between_strided_values_holds_nan():
     raw = laid_out(X, "strided").untyped_storage()
-    whole = torch.empty(0).set_(raw)
-    assert whole.isnan().any()
+    memory = torch.empty(0).set_(raw)
+    assert memory.isnan().any()
 
 
 @pytest.mark.parametrize(("layout", "dim"), [("wide_rows", 0), ("wide_columns", 1), ("wide_depth", 2)])

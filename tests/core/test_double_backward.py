@@ -1,4 +1,4 @@
-"""Second derivatives: the reference's are right, and where moe_fast has none it says so."""
+"""The reference's second derivatives are right, and moe_fast raises an error where it has none."""
 
 import importlib
 import pkgutil
@@ -71,7 +71,7 @@ def test_a_refused_second_derivative_is_accepted(case):
             return cotangent.clone()
 
     implementation = wrapped(
-        case.function, lambda original, x, *rest, **more: original(Refusing.apply(x), *rest, **more)
+        case.function, lambda original, x, *arguments, **settings: original(Refusing.apply(x), *arguments, **settings)
     )
     assert outcome_of(replace(case, law="double_backward"), implementation).status == "PASS"
 
@@ -79,14 +79,14 @@ def test_a_refused_second_derivative_is_accepted(case):
 def test_another_choice_among_equals_is_not_judged_by_the_reference_s_derivatives():
     tied = replace(SPREAD_TOPK, spread="equal", topk=2, experts=4, tokens=3, grads="logits", law="double_backward")
 
-    def last_of_equals(original, logits, *rest, **settings):
-        out = original(logits.flip(1), *rest, **settings)
+    def last_of_equals(original, logits, *arguments, **settings):
+        out = original(logits.flip(1), *arguments, **settings)
         return out._replace(probs=out.probs.flip(1), routing_map=out.routing_map.flip(1))
 
     assert outcome_of(tied, wrapped("topk_routing", last_of_equals)).status in ("PASS", "UNINFORMATIVE")
 
 
-def test_a_flag_that_is_none_is_no_other_choice():
+def test_an_overflow_flag_of_none_does_not_count_as_another_choice():
     case = replace(PERMUTE, probs="float32", grads="tokens+probs", law="double_backward")
 
     def flagless(original, *args, **settings):
@@ -130,21 +130,21 @@ def test_a_gradient_by_kernels_may_be_computed_with_a_graph_that_nobody_uses():
 
 def functions_of(package):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        for one in vars(importlib.import_module(module.name)).values():
-            if isinstance(one, type) and issubclass(one, torch.autograd.Function) and one.__module__ == module.name:
-                yield one
+        for cls in vars(importlib.import_module(module.name)).values():
+            if isinstance(cls, type) and issubclass(cls, torch.autograd.Function) and cls.__module__ == module.name:
+                yield cls
 
 
-def codes(function):
+def codes(cls):
     """The code of a function, and of what it wraps: an operator wraps a backward."""
-    while function is not None:
-        yield function.__code__
-        function = getattr(function, "__wrapped__", None)
+    while cls is not None:
+        yield cls.__code__
+        cls = getattr(cls, "__wrapped__", None)
 
 
 def test_every_backward_of_moe_fast_by_kernels_refuses_to_be_differentiated():
-    found = {f"{one.__module__}.{one.__name__}": one for one in functions_of(moe_fast)}
+    functions = {f"{cls.__module__}.{cls.__name__}": cls for cls in functions_of(moe_fast)}
     once = once_differentiable(print).__code__
-    ours = {name for name, one in found.items() if once in codes(one.backward)}
-    assert len(found) > 25
-    assert {name.rpartition(".")[2] for name in found.keys() - ours} <= DIFFERENTIATED
+    ours = {name for name, cls in functions.items() if once in codes(cls.backward)}
+    assert len(functions) > 25
+    assert {name.rpartition(".")[2] for name in functions.keys() - ours} <= DIFFERENTIATED

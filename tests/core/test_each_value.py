@@ -28,36 +28,38 @@ def chosen(function, device):
 
 
 def missing(function, space, cases):
-    """The values that no case has, and the laws."""
+    """The values of axes, and the laws, that no case has."""
     scope = scope_of(function, space)
     drawn = [case for case in cases if not (case.golden or case.illegal)]
     lost = [
-        each[0]
-        for each in values(scope)
-        if not any(all(getattr(case, name) == value for name, value in one.items()) for case in drawn for one in each)
+        group[0]
+        for group in values(scope)
+        if not any(
+            all(getattr(case, name) == value for name, value in fields.items()) for case in drawn for fields in group
+        )
     ]
-    known = {name for name, law in scope.contract.laws.items() if law.device in ("", space.device)}
-    return lost + [{"law": name} for name in known - {case.law for case in drawn}]
+    laws = {name for name, law in scope.contract.laws.items() if law.device in ("", space.device)}
+    return lost + [{"law": name} for name in laws - {case.law for case in drawn}]
 
 
 def impossible(function):
-    """Values that no case has, though the axis does: other functions of the family have them."""
+    """Values of an axis that no case of this function can have; others of its family have them."""
     if "glu" in function or function.startswith("activation"):
         return [{"kind": kind} for kind in (PLAIN if "glu" in function else GATED)]
     if function == "aux_loss_scores":
         return [{"score": "softmax_pre"}]
-    found = [{"law": "autocast"}] if function in ("pad_routing_map", "deepep_layout", "sequential_mlp") else []
+    absent = [{"law": "autocast"}] if function in ("pad_routing_map", "deepep_layout", "sequential_mlp") else []
     name = {"pad_routing_map": "routing_map", "deepep_layout": "indices"}.get(function)
     if name:  # negated integers
-        found += [{"layout": "negated", "layout_of": name}]
+        absent += [{"layout": "negated", "layout_of": name}]
     if function.endswith(("_dispatch", "_combine")):  # cotangents of all ranks together
-        found += [{"layout": "expanded", "layout_of": f"d_{out}"} for out in ("rows", "tokens", "ordered")]
+        absent += [{"layout": "expanded", "layout_of": f"d_{out}"} for out in ("rows", "tokens", "ordered")]
     if function in ("deepep_cached_dispatch", "deepep_combine"):  # rows without scales
-        found += [{"scale_dtype": dtype} for dtype in ("int32", "uint8", "float8_e8m0fnu")]
-        found += [{"layout": layout, "layout_of": "scales"} for layout in ("strided", "transposed")]
+        absent += [{"scale_dtype": dtype} for dtype in ("int32", "uint8", "float8_e8m0fnu")]
+        absent += [{"layout": layout, "layout_of": "scales"} for layout in ("strided", "transposed")]
     if "low_latency" in function:
-        found += [{"drop_zeros": True}, {"fp8": "least"}]
-    return found
+        absent += [{"drop_zeros": True}, {"fp8": "least"}]
+    return absent
 
 
 @pytest.mark.parametrize("device", SPACES)
@@ -67,7 +69,7 @@ def test_each_value_and_each_law_has_a_case(function, device):
     assert [lost for lost in missing(function, SPACES[device], cases) if lost not in impossible(function)] == []
 
 
-def test_without_them_values_and_laws_are_missing():
+def test_an_array_alone_lacks_values_and_laws_that_are_added_to_it():
     scope = scope_of("glu", SPACES["cuda"])
     rows = scope.covering().cases[:3]
     without, with_them = (missing("glu", SPACES["cuda"], cases) for cases in (rows, rows + left_out(scope, rows, rows)))
@@ -103,8 +105,8 @@ def test_with_few_kernels_sizes_of_0_and_each_law_with_gradients_have_a_case(fun
 
 def strided(cases):
     """The tensors that have strides of their own in some case."""
-    plain = ("contiguous", "shifted", "negated", "overlapping")
-    return {case.layout_of for case in cases if case.layout not in plain}
+    without_own_strides = ("contiguous", "shifted", "negated", "overlapping")
+    return {case.layout_of for case in cases if case.layout not in without_own_strides}
 
 
 @pytest.mark.parametrize("function", ["permute", "glu", "topk_routing", "gate"])
@@ -113,44 +115,46 @@ def test_with_few_kernels_sizes_of_1_and_strides_of_each_tensor_have_a_case(func
     rows = scope.covering().cases[:5]
     cases = rows + left_out(scope, rows, rows)
     letters = {axis.name for axis in scope.axes if isinstance(axis, Size) and axis.letter}
-    single, before = ({name for name in letters for case in some if getattr(case, name) == 1} for some in (cases, rows))
-    assert single == letters > before
+    single, previous = ({name for name in letters for case in x if getattr(case, name) == 1} for x in (cases, rows))
+    assert single == letters > previous
     assert strided(cases) == {name for name, _ in scope.signature.layouts(far=False)} > strided(rows)
 
 
 def test_autocast_is_asked_of_float64_alone_on_a_gpu():
     law, cases = CONTRACTS["glu"].laws["autocast"], scope_of("glu", FEW).covering().cases
-    wide, narrow = (replace(cases[0], dtype=dtype, probs="", law="") for dtype in ("float64", "bfloat16"))
-    assert (law.holds(wide, "cuda"), law.holds(narrow, "cuda")) == (True, False)
-    assert law.holds(wide, "cpu") and law.holds(narrow, "cpu")
+    float64, bfloat16 = (replace(cases[0], dtype=dtype, probs="", law="") for dtype in ("float64", "bfloat16"))
+    assert (law.holds(float64, "cuda"), law.holds(bfloat16, "cuda")) == (True, False)
+    assert law.holds(float64, "cpu") and law.holds(bfloat16, "cpu")
 
 
-def test_what_is_left_out_is_little_and_nothing_comes_twice():
+def test_the_cases_added_to_an_array_are_few_and_distinct():
     scope = scope_of("permute", SPACES["cpu"])
     rows = scope.covering().cases
-    found = left_out(scope, rows, rows)
-    assert 0 < len(found) < 25
-    assert len({case.text for case in rows + found}) == len(rows) + len(found)
-    assert left_out(scope, rows + found, rows) == []
-    assert all(scope.fits(case) for case in found)
+    added = left_out(scope, rows, rows)
+    assert 0 < len(added) < 25
+    assert len({case.text for case in rows + added}) == len(rows) + len(added)
+    assert left_out(scope, rows + added, rows) == []
+    assert all(scope.fits(case) for case in added)
 
 
 @pytest.mark.parametrize("device", SPACES)
 @pytest.mark.parametrize("function", ["gate", "permute", "grouped_linear", "grouped_mlp"])
-def test_each_input_that_has_a_gradient_is_once_frozen_alone(function, device):
+def test_each_differentiable_input_is_the_only_frozen_one_in_some_case(function, device):
     signature = CONTRACTS[function].signature
     cases = chosen(function, device)
-    left = {
+    frozen = {
         case: {*signature.all_gradients(case).split("+")} - {*signature.wanted(case)} for case in cases if case.grads
     }
-    assert {name for names in left.values() if len(names) == 1 for name in names} == {*signature.gradients}
+    assert {name for names in frozen.values() if len(names) == 1 for name in names} == {*signature.gradients}
 
 
-def test_without_a_case_of_its_own_a_frozen_input_is_missing():
+def test_cases_with_frozen_inputs_are_added_to_cases_with_all_gradients():
     scope = scope_of("grouped_mlp", FEW)
     rows = [case.changed(grads=scope.signature.all_gradients(case)) for case in scope.covering().cases[:9]]
-    found = [case for case in left_out(scope, rows, rows) if case.grads]
+    differentiated = [case for case in left_out(scope, rows, rows) if case.grads]
     missing_one = {
-        name for case in found for name in {*scope.signature.all_gradients(case).split("+")} - {*case.grads.split("+")}
+        name
+        for case in differentiated
+        for name in {*scope.signature.all_gradients(case).split("+")} - {*case.grads.split("+")}
     }
     assert missing_one >= {*scope.signature.gradients}

@@ -37,10 +37,10 @@ def devices(problem: Problem) -> frozenset[str]:
     """Devices of the tensors that the script passes on, when all that it is given is on `meta`."""
     assert problem.script
     recorder = Recorder()
-    every = {**problem.required, **problem.settings}
-    given = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in every.items()}
+    arguments = {**problem.required, **problem.settings}
+    on_meta = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in arguments.items()}
     with pytest.raises(Called):
-        problem.script(recorder, given)
+        problem.script(recorder, on_meta)
     return recorder.devices
 
 
@@ -50,7 +50,9 @@ def test_arguments_are_where_the_inputs_are(problem: Problem) -> None:
 
 
 def test_a_tensor_of_the_script_itself_is_found() -> None:
-    made = Problem(
-        "permute", {"x": torch.ones(1)}, script=lambda impl, given: impl.call("permute", [given["x"], torch.ones(1)])
+    problem = Problem(
+        "permute",
+        {"x": torch.ones(1)},
+        script=lambda impl, arguments: impl.call("permute", [arguments["x"], torch.ones(1)]),
     )
-    assert devices(made) == {"meta", "cpu"}
+    assert devices(problem) == {"meta", "cpu"}

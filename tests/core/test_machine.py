@@ -1,4 +1,4 @@
-"""The sequences of a machine: what they are drawn from."""
+"""The sequences that a state machine draws depend on the seed alone."""
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ def refused() -> None:
 
 
 def test_a_seed_has_its_sequences_whatever_is_imported(monkeypatch):
-    """The twin: hypothesis's own loop asks for the constants of imported code."""
+    """Hypothesis's own loop also draws from the constants of imported code."""
     drawn = [case for case, _ in cases_of("route", lambda case: Outcome("PASS"), 5, 4)]
     monkeypatch.setattr(providers, "_get_local_constants", refused)
     assert drawn == [case for case, _ in cases_of("route", lambda case: Outcome("PASS"), 5, 4)]

@@ -1,4 +1,4 @@
-"""Structures: their cases run the same kernels; few structures still have every value."""
+"""The cases of a structure run the same kernels, and few structures have every value of an axis."""
 
 from dataclasses import replace
 
@@ -18,7 +18,6 @@ from conformance.families.router.space import SINKHORN_SPREADS
 
 GPU = Space("cuda", ranks=1)
 FEW = replace(GPU, few_kernels=True)
-GATE = PROFILES["gate"]
 
 
 @pytest.mark.parametrize("function", CONTRACTS)
@@ -36,7 +35,7 @@ def test_the_cases_of_a_structure_are_legal_distinct_and_alike(function):
 @pytest.mark.parametrize(
     "change", [{"dtype": "bfloat16"}, {"grads": "tokens"}, {"topk": 4}, {"layout": "strided", "layout_of": "tokens"}]
 )
-def test_a_case_of_other_kernels_is_not_alike(change):
+def test_cases_that_run_other_kernels_are_of_another_structure(change):
     scope = scope_of("permute", FEW)
     case = scope.case({"tokens": 20, "experts": 5, "hidden": 33, "topk": 2})
     assert not scope.alike(case, replace(case, **change))
@@ -66,10 +65,10 @@ def test_cases_are_alike_where_products_of_their_sizes_are(hidden, same):
 
 
 @pytest.mark.parametrize(
-    ("n", "other", "same"), [(1, 2, False), (5, 7, True), (15, 16, False), (17, 31, True), (48, 64, True)]
+    ("n", "second", "same"), [(1, 2, False), (5, 7, True), (15, 16, False), (17, 31, True), (48, 64, True)]
 )
-def test_sizes_of_one_class_have_one_divisibility_and_block(n, other, same):
-    assert (size_class(n) == size_class(other)) == same
+def test_sizes_of_one_class_have_one_divisibility_and_block(n, second, same):
+    assert (size_class(n) == size_class(second)) == same
 
 
 @pytest.mark.parametrize("function", CONTRACTS)
@@ -90,20 +89,20 @@ def test_with_few_kernels_each_layout_occurs_and_the_pairs_of_all_other_structur
 
 def test_an_axis_covered_once_needs_fewer_rows_and_loses_no_value():
     axes = {"a": (1, 2, 3), "b": (1, 2, 3), "many": tuple(range(9))}
-    every, *_ = covering(axes, lambda row: True)
+    all_rows, *_ = covering(axes, lambda row: True)
     rows, *_ = covering(axes, lambda row: True, once=("many",))
-    assert len(rows) < len(every)
+    assert len(rows) < len(all_rows)
     assert {row["many"] for row in rows} == set(range(9))
     assert len({(row["a"], row["b"]) for row in rows}) == 9
 
 
 def test_the_first_cases_of_an_array_have_the_wanted_share_of_its_pairs():
-    every = scope_of("permute", FEW).covering()
-    some = every.first(10**6, 0.9)
-    assert 0.9 <= every.reached[len(some) - 1] / every.pairs < 1
-    assert every.reached[len(some) - 2] / every.pairs < 0.9
-    assert every.first(3, 0.9) == every.cases[:3]
-    assert every.first(10**6, 1.0) == every.cases
+    array = scope_of("permute", FEW).covering()
+    some = array.first(10**6, 0.9)
+    assert 0.9 <= array.reached[len(some) - 1] / array.pairs < 1
+    assert array.reached[len(some) - 2] / array.pairs < 0.9
+    assert array.first(3, 0.9) == array.cases[:3]
+    assert array.first(10**6, 1.0) == array.cases
     assert Covered([], [], 4).first(3, 1.0) == []
 
 
@@ -112,9 +111,9 @@ def test_products_of_16_bit_values_have_long_sums_along_every_dimension(space):
     # a forward sums over columns, a gradient of rows over features, one of weights over tokens
     for function in ("grouped_linear", "grouped_dgrad", "grouped_wgrad"):
         cases = [case for case in scope_of(function, space).always() if case.dtype in ("bfloat16", "float16")]
-        plain = [case for case in cases if not case.scaling]
+        unscaled = [case for case in cases if not case.scaling]
         for dimension in ("hidden", "width", "tokens"):
-            assert max(getattr(case, dimension) for case in plain) > 256, (function, dimension)
+            assert max(getattr(case, dimension) for case in unscaled) > 256, (function, dimension)
 
 
 def test_a_law_that_runs_other_kernels_has_one_case_of_an_array():
@@ -125,7 +124,7 @@ def test_a_law_that_runs_other_kernels_has_one_case_of_an_array():
 
 def test_a_gpu_gets_fewer_structures_and_more_cases_than_a_cpu():
     gate = PROFILES["gate"]
-    section = Section("covering", "permute")
+    section = Section("covering", "sort_chunks")
     gpu, cpu = (list(structures_of(section, gate, space, 0)) for space in (GPU, Space("cpu")))
     assert len(gpu) < len(cpu) / 2
     assert sum(map(len, gpu)) > 2 * sum(map(len, cpu))
@@ -133,14 +132,14 @@ def test_a_gpu_gets_fewer_structures_and_more_cases_than_a_cpu():
 
 
 def test_cases_of_far_addresses_and_large_tensors_have_no_others_of_their_structure():
-    every = [
+    structures = [
         s
         for function in ("permute", "grouped_linear")
         for s in structures_of(Section("fixed", function), PROFILES["gate"], GPU, 0)
     ]
-    slow = [s for s in every if s[0].is_large or s[0].layout.startswith("wide")]
+    slow = [s for s in structures if s[0].is_large or s[0].layout.startswith("wide")]
     assert slow and all(len(structure) == 1 for structure in slow)
-    assert any(len(structure) > 1 for structure in every)
+    assert any(len(structure) > 1 for structure in structures)
 
 
 def test_an_amount_is_relative_to_the_weight():
@@ -151,8 +150,8 @@ def test_an_amount_is_relative_to_the_weight():
 
 def test_the_seed_of_a_run_changes_the_data_of_a_structure():
     section = Section("covering", "jitter")
-    one, again, other = (cases_of(section, PROFILES["gate"], GPU, seed) for seed in (0, 0, 1))
-    assert one == again != other
+    first, repeated, another_seed = (cases_of(section, PROFILES["gate"], GPU, seed) for seed in (0, 0, 1))
+    assert first == repeated != another_seed
 
 
 @pytest.mark.parametrize("function", ["gate", "route", "shared_experts", "alltoall_dispatch"])
@@ -160,11 +159,12 @@ def test_functions_of_ranks_have_cases_of_four_even_on_one_gpu(function):
     one_gpu = Space("cuda", ranks=1, shared_ranks=4)
     contract = CONTRACTS[function]
     for space, most in ((one_gpu, 4), (replace(one_gpu, shared_ranks=0), 1)):
-        cases = [case for kind in ("fixed", "covering") for case in cases_of(Section(kind, function), GATE, space, 0)]
+        scope = scope_of(function, space)
+        cases = [*scope.always(), *scope.covering().cases]
         assert max(1, *(ranks_of(contract, case) for case in cases)) == most
 
 
 def test_cases_of_a_structure_have_plans_that_converge():
     scope = scope_of("sinkhorn_routing", FEW)
-    found = {case.spread for first in scope.covering().cases for case in Variations(scope).of(first, 40, 40, 0)}
-    assert {"distinct", "ties", "near"} <= found <= {*SINKHORN_SPREADS}
+    spreads = {case.spread for first in scope.covering().cases for case in Variations(scope).of(first, 40, 40, 0)}
+    assert {"distinct", "ties", "near"} <= spreads <= {*SINKHORN_SPREADS}

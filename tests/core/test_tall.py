@@ -1,5 +1,5 @@
-"""Cases of more rows than 16 bits count, which a GPU has: the reference passes, and a kernel whose
-rows past 2¹⁶ do not exist is found.
+"""Cases of more than 65,535 rows, for a GPU: the reference passes, and a kernel that drops the rows
+past 2¹⁶ fails.
 """
 
 import pytest
@@ -25,9 +25,9 @@ def without_last(x):
     """The tensor, with nothing in the rows past 2¹⁶."""
     if not isinstance(x, torch.Tensor) or x.dim() == 0 or len(x) < TALL:
         return x
-    kept = torch.arange(len(x)) < TALL - 1
+    below_2_16 = torch.arange(len(x)) < TALL - 1
     nothing = EMPTY_SLOT if x.dtype in (torch.int32, torch.int64) and x.shape[1:] == (1,) else 0
-    return torch.where(kept.reshape(-1, *[1] * (x.dim() - 1)), x, torch.tensor(nothing, dtype=x.dtype))
+    return torch.where(below_2_16.reshape(-1, *[1] * (x.dim() - 1)), x, torch.tensor(nothing, dtype=x.dtype))
 
 
 def short(original, *arguments, **settings):
@@ -42,6 +42,6 @@ def test_a_gpu_alone_has_tall_cases():
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_reference_passes_and_rows_past_16_bits_show(function):
+def test_a_kernel_without_rows_past_65535_fails_a_tall_case_that_the_reference_passes(function):
     assert outcome_of(tall_case(function), load("moe_ref").namespace).status == "PASS"
     assert outcome_of(tall_case(function), wrapped(function, short)).status == "FAIL"

@@ -1,4 +1,4 @@
-"""Cases of structures have each value of data, and pairs of them; draws at random have not."""
+"""The cases of structures have each value of the data axes and most pairs, unlike random draws."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -32,7 +32,7 @@ def pairs(function, cases):
         [("law", case.law), *((a.name, getattr(case, a.name)) for a in axes if getattr(case, a.name) in a.listed())]
         for case in cases
     ]
-    return {pair for one in values for pair in combinations(one, 2)}
+    return {pair for values_of_case in values for pair in combinations(values_of_case, 2)}
 
 
 def at_random(monkeypatch):
@@ -51,7 +51,7 @@ def test_a_structure_has_each_value_of_its_data():
     assert {case.law for case in cases} == {*scope.cheap_laws(first)}
 
 
-def test_a_structure_drawn_at_random_has_not(monkeypatch):
+def test_a_structure_drawn_at_random_lacks_some_value_of_its_data(monkeypatch):
     at_random(monkeypatch)
     test = test_a_structure_has_each_value_of_its_data
     with pytest.raises(AssertionError):
@@ -87,5 +87,5 @@ def test_a_structure_of_another_layout_keeps_it():
     scope = scope_of("z_loss", FEW)
     first = scope.case({"tokens": 20, "experts": 5, "grads": "logits", "layout": "strided", "layout_of": "logits"})
     assert {case.layout for case in Variations(scope).of(first, 17, 34, 0)} == {"strided"}
-    plain = replace(first, layout="contiguous", layout_of="")
-    assert {case.layout for case in Variations(scope).of(plain, 17, 34, 0)} == {"contiguous", "negated"}
+    contiguous = replace(first, layout="contiguous", layout_of="")
+    assert {case.layout for case in Variations(scope).of(contiguous, 17, 34, 0)} == {"contiguous", "negated"}

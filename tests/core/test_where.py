@@ -1,4 +1,4 @@
-"""Predicates over cases: what they say, what is no predicate, and cases moved into them."""
+"""Predicates over cases: their syntax, their errors, and cases that are changed to match them."""
 
 import random
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_a_golden_case_has_no_fields_of_its_own():
 @pytest.mark.parametrize(
     "text", ["dtype", "dtype=", "dtype=a b", "=3", "dtype=a and", "dtype in ()", "a=1 or b=2", "a<>1"]
 )
-def test_what_is_no_predicate_says_what_one_is(text):
+def test_text_that_is_no_predicate_is_refused_with_the_syntax_of_one(text):
     with pytest.raises(UsageError, match=r"--where: .* is no term; a predicate is field=value, "):
         parsed(text, "--where")
 
@@ -74,7 +74,7 @@ def test_what_is_no_predicate_says_what_one_is(text):
         ("function=gate", "function is 'gate'; it must be one of permute"),
     ],
 )
-def test_a_predicate_of_no_case_says_what_is_known(text, message):
+def test_a_predicate_with_an_unknown_field_or_value_names_the_known_ones(text, message):
     with pytest.raises(UsageError) as error:
         parsed(text, "--where").applies([CONTRACTS["permute"]], "--where")
     assert message in str(error.value)
@@ -89,7 +89,7 @@ def test_a_predicate_applies_to_the_functions_that_have_its_fields():
 def test_a_narrow_predicate_still_has_its_number_of_drawn_cases(text):
     where, section = parsed(text, "--where"), Section("drawn", "permute")
     wanted = len(cases_of(section, PROFILES["gate"], Space(), 0))
-    cases = [case for one in structures_of(section, PROFILES["gate"], Space(), 0, where) for case in one]
+    cases = [case for structure in structures_of(section, PROFILES["gate"], Space(), 0, where) for case in structure]
     scope = scope_of("permute", Space())
     assert len({case.text for case in cases}) == len(cases) >= 0.8 * wanted
     assert all(where.holds(case) and scope.fits(case) and case.law in scope.laws(case) for case in cases)

@@ -38,25 +38,25 @@ def names_of_kernels() -> set[str]:
 def first_of_every_kernel() -> tuple[list[str], dict[str, list[str]], int]:
     """(kernels without a launch, findings by kernel, kernels compiled)."""
     first: dict[str, Configuration] = {}
-    for one in configurations():
-        first.setdefault(one.name, one)
+    for configuration in configurations():
+        first.setdefault(configuration.name, configuration)
     results = list(all_judged(list(first.values()), float("inf"), JOBS))
-    defects = {one.kernel: one.findings for one in results if one.findings}
+    defects = {configuration.kernel: configuration.findings for configuration in results if configuration.findings}
     return sorted(names_of_kernels() - first.keys()), defects, len(results)
 
 
 def casts_twice_used() -> tuple[list[str], dict[str, int]]:
     """(configurations with the pattern in their PTX, how many of each kernel that casts)."""
     layouts: dict[str, Configuration] = {}
-    for one in configurations():
-        constants = one.named_constants
+    for configuration in configurations():
+        constants = configuration.named_constants
         chosen = {name: value for name, value in constants.items() if name.startswith(LAYOUT)}
         if "FORMAT" in constants or "HARDWARE" in constants:
-            layouts.setdefault(str((one.name, one.options["num_warps"], chosen)), one)
+            layouts.setdefault(str((configuration.name, configuration.options["num_warps"], chosen)), configuration)
     counted: dict[str, int] = {}
     defects = []
-    for layout, one in layouts.items():
-        ptx = compiled(one).ptx
-        counted[one.name] = counted.get(one.name, 0) + ("satfinite.e" in ptx)
+    for layout, configuration in layouts.items():
+        ptx = compiled(configuration).ptx
+        counted[configuration.name] = counted.get(configuration.name, 0) + ("satfinite.e" in ptx)
         defects += [layout] if cast_twice_used(ptx) else []
     return defects, counted

@@ -27,5 +27,5 @@ def test_other_warps_or_constants_are_another_configuration():
     assert not compiled(compared, {"num_warps": 2}, SAME | {"BLOCK_M": "8"})
 
 
-def test_what_no_case_judged_is_missing():
+def test_a_configuration_that_no_case_judged_is_missing():
     assert not compiled(compared, {"num_warps": 2}, SAME, 0)

@@ -25,9 +25,9 @@ def moved_to_the_front(listing: str) -> str:
     """The listing with each half moved to its register before the code that reads it."""
     lines = listing.splitlines()
     late = [line for line in lines if "0x7610" in line]
-    early = [line for line in lines if "PACK_AB_MERGE_C R2" in line]
-    others = [line for line in lines if line not in late + early]
-    return "\n".join([*others[:4], *early, *late, *others[4:]])
+    first_lines = [line for line in lines if "PACK_AB_MERGE_C R2" in line]
+    remaining_lines = [line for line in lines if line not in late + first_lines]
+    return "\n".join([*remaining_lines[:4], *first_lines, *late, *remaining_lines[4:]])
 
 
 @interpreted
@@ -47,17 +47,17 @@ def test_no_cast_to_eight_bits_is_stored_by_bytes_and_packed_at_any_tile_of_the_
 
 
 def test_registers_that_are_stored_before_they_are_written_are_found():
-    wrong = code(WRONG.read_text())
-    assert {text.split(": ")[1] for text in unwritten(wrong)} == {
+    miscompiled = code(WRONG.read_text())
+    assert {text.split(": ")[1] for text in unwritten(miscompiled)} == {
         "nothing writes R51 before", "nothing writes R53 before"
     }  # fmt: skip
-    assert [text.split(": ")[1] for text in extracted_late(wrong.code)] == ["R51 gets the cast at 0x2170"]
+    assert [text.split(": ")[1] for text in extracted_late(miscompiled.code)] == ["R51 gets the cast at 0x2170"]
 
 
 def test_the_same_code_in_order_is_right():
-    right = code(moved_to_the_front(WRONG.read_text()))
-    assert LATE in [one.text for one in right.code]
-    assert unwritten(right) + extracted_late(right.code) == []
+    in_order = code(moved_to_the_front(WRONG.read_text()))
+    assert LATE in [instruction.text for instruction in in_order.code]
+    assert unwritten(in_order) + extracted_late(in_order.code) == []
 
 
 def test_a_stale_value_that_is_stored_before_the_cast_is_found():

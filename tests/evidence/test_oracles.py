@@ -35,41 +35,41 @@ def test_every_difference_from_an_installed_peer_is_explained(name):
     if find_spec(INSTALLED[name]) is None:
         pytest.skip(f"{INSTALLED[name]} is not installed: pip install --no-deps {' '.join(oracles()[name].packages)}")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        found = executor.submit(compared, name).result(timeout=3000)
-    assert sum(one.values for one in found) > 10**5
-    assert {one.subject: one.differences for one in found if one.unexplained} == {}
+        comparisons = executor.submit(compared, name).result(timeout=3000)
+    assert sum(result.values for result in comparisons) > 10**5
+    assert {result.subject: result.differences for result in comparisons if result.unexplained} == {}
 
 
 def test_no_oracle_is_forgotten():
     """Each is run above, or needs a package or a source that the test environment lacks."""
-    others = [oracle for name, oracle in oracles().items() if name not in INSTALLED]
-    assert len(others) == 9 and all(oracle.packages or oracle.source for oracle in others)
+    uninstalled = [oracle for name, oracle in oracles().items() if name not in INSTALLED]
+    assert len(uninstalled) == 9 and all(oracle.packages or oracle.source for oracle in uninstalled)
 
 
 def test_a_wrong_code_of_the_reference_is_reported_with_its_value(monkeypatch):
-    right = formats.encode
+    encode = formats.encode
 
     def one_off(x, format):
         wrong = (x == 17) & (format is formats.E4M3)
-        return torch.where(wrong, right(x, format) + 1, right(x, format))
+        return torch.where(wrong, encode(x, format) + 1, encode(x, format))
 
     monkeypatch.setattr(formats, "encode", one_off)
-    wrong = [one for one in formats.by_torch() if one.unexplained]
-    assert [one.subject for one in wrong] == ["torch: e4m3 codes of rounded values"]
+    wrong = [result for result in formats.by_torch() if result.unexplained]
+    assert [result.subject for result in wrong] == ["torch: e4m3 codes of rounded values"]
     assert wrong[0].differences[-1].smallest.startswith("x = 17: moe_ref 89, the peer 88")
 
 
 def test_a_wrong_weight_of_the_reference_is_outside_the_bound(monkeypatch):
-    right = moe_ref.topk_routing
+    topk_routing = moe_ref.topk_routing
     pytest.importorskip("megatron")
 
     def heavier(logits, **settings):
-        routed = right(logits, **settings)
+        routed = topk_routing(logits, **settings)
         return routed._replace(probs=routed.probs * (1 + 1e-3))
 
     monkeypatch.setattr(moe_ref, "topk_routing", heavier)
-    found: Iterator[Comparison] = oracles()["megatron_core"].comparisons(None)
-    weights = next(one for one in found if one.subject == "weights")
+    comparisons: Iterator[Comparison] = oracles()["megatron_core"].comparisons(None)
+    weights = next(result for result in comparisons if result.subject == "weights")
     assert weights.unexplained
 
 
@@ -78,20 +78,23 @@ def test_block_scaled_products_are_compared_by_codes_and_scales(slope, differ):
     def product_of(a, b, dtype, scale_a, scale_b, tile_a, tile_b, *, use_split_accumulator):
         sides = []
         for codes, scale, (lines, columns) in ((a, scale_a, tile_a), (b, scale_b, tile_b)):
-            wide = scale.repeat_interleave(columns, 1).repeat_interleave(lines, 0)
-            sides.append(codes.double() * wide[: codes.shape[0], : codes.shape[1]])
+            scale_of_each_element = scale.repeat_interleave(columns, 1).repeat_interleave(lines, 0)
+            sides.append(codes.double() * scale_of_each_element[: codes.shape[0], : codes.shape[1]])
         return (slope * sides[0] @ sides[1].T).to(dtype)
 
-    found = [*te_gemm.products(product_of, (20, 144, 160), Recipe("block", fp8_format="hybrid"))]
-    assert sum(bool(one.unexplained) for one in found) == differ and len(found) == 3
+    comparisons = [*te_gemm.products(product_of, (20, 144, 160), Recipe("block", fp8_format="hybrid"))]
+    assert sum(bool(result.unexplained) for result in comparisons) == differ and len(comparisons) == 3
 
 
 def test_a_cause_explains_only_the_values_it_covers():
-    other = torch.tensor([1.0, 0, 1])
-    known = [Known("the first", OURS, torch.tensor([True, False, False]))]
-    found = compare("x", ZERO, other, case=placed, known_causes=known)
-    assert (found.values, found.equal, found.unexplained) == (3, 1, 1)
-    assert [one.smallest for one in found.differences] == ["at (0,)", "at (2,): moe_ref 0.0, the peer 1.0"]
+    peer = torch.tensor([1.0, 0, 1])
+    causes = [Known("the first", OURS, torch.tensor([True, False, False]))]
+    result = compare("x", ZERO, peer, case=placed, known_causes=causes)
+    assert (result.values, result.equal, result.unexplained) == (3, 1, 1)
+    assert [difference.smallest for difference in result.differences] == [
+        "at (0,)",
+        "at (2,): moe_ref 0.0, the peer 1.0",
+    ]
 
 
 def test_bits_decide_without_a_bound_and_nan_is_within_none():
@@ -128,11 +131,11 @@ def test_functions_and_statements_are_read_out_of_a_source(tmp_path):
 
 
 def test_the_page_says_what_was_not_run_and_what_is_not_explained():
-    found = compare("sums", ZERO, ZERO + 1, case=placed)
-    known = compare("scales", ZERO, ZERO + 1, case=placed, known_causes=[Known("both may", EITHER, ZERO == 0)])
-    text = page([Result("one", "one 1", [found, known]), Result("two", "two 2", [], "the index has none")])
+    unexplained = compare("sums", ZERO, ZERO + 1, case=placed)
+    explained = compare("scales", ZERO, ZERO + 1, case=placed, known_causes=[Known("both may", EITHER, ZERO == 0)])
+    text = page([Result("one", "one 1", [unexplained, explained]), Result("two", "two 2", [], "the index has none")])
     assert "| one | one 1 | 6 | 0 | 3 | 3 |" in text and "| two | two 2 | not run |" in text
     assert "**one**\n\n- not explained. Right: not decided. 3 values; smallest case (sums): at (0,)" in text
     assert "- both may. Right: either. 3 values" in text and "two: not run. the index has none." in text
-    (table,) = record([Result("one", "one 1", [found])])["details"]
-    assert table["rows"] == [["one", "sums", found.rule, "3", "0"]]
+    (table,) = record([Result("one", "one 1", [unexplained])])["details"]
+    assert table["rows"] == [["one", "sums", unexplained.rule, "3", "0"]]

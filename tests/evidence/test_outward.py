@@ -13,44 +13,41 @@ from evidence.outward.experts import experts
 from evidence.outward.transformer_engine import DType, Float8BlockQuantizer, NVFP4Quantizer
 from moe_ref import grouped_mlp, quantization
 from moe_ref.config import Recipe
-
-
-def number(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+from tests.common.fast import normal
 
 
 def test_packed_codes_and_scales_are_those_of_the_reference():
-    x = number(32, 48, dtype=torch.bfloat16)
+    x = normal(32, 48, dtype=torch.bfloat16)
     mine = NVFP4Quantizer(with_rht=False)(x)
     recipe = Recipe("nvfp4", hadamard=False)
-    right = quantization.quantize(x, recipe, columnwise=True).quantized
+    quantized = quantization.quantize(x, recipe, columnwise=True).quantized
     for columnwise, direction in enumerate(("rowwise", "columnwise")):
         packed = getattr(mine, f"_{direction}_data")
         codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
-        expected = quantization.codes(right, columnwise=bool(columnwise))
-        scales = quantization.scales(right, columnwise=bool(columnwise))
+        expected = quantization.codes(quantized, columnwise=bool(columnwise))
+        scales = quantization.scales(quantized, columnwise=bool(columnwise))
         assert torch.equal(codes, expected.T if columnwise else expected)
         assert torch.equal(getattr(mine, f"_{direction}_scale_inv"), scales.T if columnwise else scales)
 
 
 def test_experts_by_index_are_the_sum_over_the_experts():
-    x, weights = number(5, 16), torch.tensor([[0.5, 0.25]]).repeat(5, 1)
+    x, weights = normal(5, 16), torch.tensor([[0.5, 0.25]]).repeat(5, 1)
     indices = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0]])
-    fc1, fc2 = number(3, 8, 16, seed=2), number(3, 16, 4, seed=3)
-    right = torch.zeros_like(x)
+    fc1, fc2 = normal(3, 8, 16, seed=2), normal(3, 16, 4, seed=3)
+    expected = torch.zeros_like(x)
     for token, (chosen, factors) in enumerate(zip(indices.tolist(), weights, strict=True)):
         for expert, factor in zip(chosen, factors, strict=True):
-            one = grouped_mlp(x[token, None], torch.tensor([1]), fc1[expert, None], fc2[expert, None])
-            right[token] += factor * one[0]
+            row = grouped_mlp(x[token, None], torch.tensor([1]), fc1[expert, None], fc2[expert, None])
+            expected[token] += factor * row[0]
     close = 1e-5  # why: float32 sums of 16 terms, in another order; swapped experts differ by far more
-    assert torch.allclose(experts(x, indices, weights, fc1, fc2), right, atol=close)
-    assert not torch.allclose(experts(x, indices.flip(1), weights, fc1, fc2), right, atol=1000 * close)
+    assert torch.allclose(experts(x, indices, weights, fc1, fc2), expected, atol=close)
+    assert not torch.allclose(experts(x, indices.flip(1), weights, fc1, fc2), expected, atol=1000 * close)
 
 
 def test_a_missing_option_skips_the_test_and_is_counted_apart():
-    wide = Float8BlockQuantizer(DType.kFloat8E5M2)
+    quantizer = Float8BlockQuantizer(DType.kFloat8E5M2)
     with pytest.raises(pytest.skip.Exception, match=r"^not offered: square blocks of E5M2"):
-        wide.recipe()
+        quantizer.recipe()
     assert kind({"outcome": "skipped", "text": "Skipped: not offered: square blocks"}) == "not offered"
     assert kind({"outcome": "skipped", "text": "needs another device"}) == "skipped"
 

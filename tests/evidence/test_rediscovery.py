@@ -1,4 +1,4 @@
-"""What counts as a defect found again, and which rows there are."""
+"""The outcome of a defect's check in two releases, and the table of defects."""
 
 import json
 import subprocess
@@ -31,11 +31,11 @@ class Fp8Padding:
 ROW = Row("X01", "a title", MEGATRON, "1.0", "2.0", check="r05", why="because")
 
 
-def by(**wrong):
+def by(**findings):
     """A judge that finds this in each release; None: it cannot be installed."""
 
     def of(row, release):
-        text = wrong["v" + release.replace(".", "_")]
+        text = findings["v" + release.replace(".", "_")]
         if text is None:
             raise Unavailable(f"there is no {release}")
         return text
@@ -44,7 +44,7 @@ def by(**wrong):
 
 
 @pytest.mark.parametrize(
-    ("row", "wrong", "outcome"),
+    ("row", "findings", "outcome"),
     [
         (ROW, {"v1_0": "bad", "v2_0": ""}, "found again"),
         (ROW, {"v1_0": "bad", "v2_0": "bad"}, "half"),
@@ -57,8 +57,8 @@ def by(**wrong):
         (replace(ROW, check=None), {}, "not run"),
     ],
 )
-def test_a_defect_counts_only_if_the_first_release_fails_and_the_second_passes(row, wrong, outcome):
-    assert found(row, by(**wrong)).outcome == outcome
+def test_a_defect_counts_only_if_the_first_release_fails_and_the_second_passes(row, findings, outcome):
+    assert found(row, by(**findings)).outcome == outcome
 
 
 def test_every_row_has_a_check_or_a_reason_and_every_check_a_row():
@@ -102,14 +102,14 @@ def test_a_release_that_no_index_has_comes_from_its_repository(monkeypatch, tmp_
         install_source(tmp_path / "env/bin/python", "a/b", "v2", "core")
 
 
-@pytest.mark.parametrize(("line", "told"), [("self.align = 16", "5 rows are padded to 16"), ("pass", "")])
-def test_padding_aligns_by_the_recipe_of_the_call(monkeypatch, tmp_path, line, told):
+@pytest.mark.parametrize(("line", "finding"), [("self.align = 16", "5 rows are padded to 16"), ("pass", "")])
+def test_padding_aligns_by_the_recipe_of_the_call(monkeypatch, tmp_path, line, finding):
     folder = tmp_path / "transformer_engine/pytorch/module"
     folder.mkdir(parents=True)
     (folder / "fp8_padding.py").write_text(MODULE.replace("LINE", line))
     monkeypatch.setenv("TE_WHEEL", str(tmp_path))
     with mock.patch.dict(sys.modules):
-        assert d02().startswith(told) and bool(d02()) == bool(told)
+        assert d02().startswith(finding) and bool(d02()) == bool(finding)
 
 
 def test_the_installed_release_passes_a_check_of_a_mended_defect(monkeypatch):

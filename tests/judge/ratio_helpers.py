@@ -1,4 +1,4 @@
-"""What several test modules of this folder use: ratios."""
+"""Products and their expectations, for the tests of ratios."""
 
 import dataclasses
 

@@ -143,14 +143,14 @@ class Kernel:
 
 
 def one_element_larger(kernel: Kernel, y_TH: Tensor) -> Tensor:
-    """By a fifth: the largest of its row."""
+    """The largest element of one row is a fifth larger."""
     wrong_TH = y_TH.clone()
     wrong_TH[5, y_TH[5].abs().argmax()] *= 1.2
     return wrong_TH
 
 
 def another_experts_weight(kernel: Kernel, a_RF: Tensor, down_EHF: Tensor, expert: int) -> Tensor:
-    """For one token's second product."""
+    """One token's second product takes the weight of the next expert."""
     y_RH = Kernel.down(kernel, a_RF, down_EHF, expert)
     if expert != BUGGY_EXPERT:
         return y_RH
@@ -167,7 +167,7 @@ def in_one_expert(change: Callable[[Tensor], Tensor]) -> Callable[[Kernel, Tenso
 
 
 def half_of_the_tiles(kernel: Kernel, h_RG: Tensor, p_R: Tensor) -> Tensor:
-    """Every other 16 columns of the activation: sonic-moe's issue 63 was of this kind."""
+    """Every other 16 columns of the activation are halved, as in sonic-moe's issue 63."""
     return Kernel.activate(kernel, h_RG, p_R) * torch.where(torch.arange(WIDTH) // 16 % 2 == 1, 0.5, 1.0)
 
 

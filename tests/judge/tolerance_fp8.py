@@ -158,13 +158,13 @@ def one_weight_blocks_scale(inputs: Blocks) -> Blocks:
 
 
 def scaled_twice(inputs: Blocks) -> Blocks:
-    """In one expert."""
+    """The activations of one expert are scaled twice."""
     scale = inputs.a_scale_RB
     return replace(inputs, a_scale_RB=torch.where((inputs.expert_R == 1)[:, None], scale * scale, scale))
 
 
 def without_the_last_block(inputs: Blocks) -> Blocks:
-    """The last block is shorter."""
+    """The last block of K, which is shorter, is left out."""
     first = inputs.a_RK.shape[1] // BLOCK * BLOCK
     return replace(inputs, a_RK=torch.where(torch.arange(inputs.a_RK.shape[1]) < first, inputs.a_RK, 0.0))
 

@@ -30,9 +30,9 @@ def routers():
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_router_chooses_and_weighs_as_the_reference(routers, name):
-    got, right = (one.topk_routing(LOGITS, **CALLS[name]) for one in (routers[name], moe_ref))
-    assert torch.equal(got.routing_map, right.routing_map)
-    assert torch.allclose(got.probs, right.probs, rtol=1e-6)
+    got, expected = (implementation.topk_routing(LOGITS, **CALLS[name]) for implementation in (routers[name], moe_ref))
+    assert torch.equal(got.routing_map, expected.routing_map)
+    assert torch.allclose(got.probs, expected.probs, rtol=1e-6)
     assert not torch.allclose(got.probs, moe_ref.topk_routing(LOGITS, topk=1).probs, rtol=1e-6)
 
 
@@ -46,9 +46,9 @@ def test_the_gate_s_first_cases_pass(routers, name):
 def test_a_router_that_does_not_normalise_is_found(routers, monkeypatch):
     from conformance.peers import hf_routers
 
-    right = hf_routers.routed
+    routed = hf_routers.routed
     monkeypatch.setattr(
-        hf_routers, "routed", lambda *args, **config: right(*args, **config | {"norm_topk_prob": False})
+        hf_routers, "routed", lambda *args, **config: routed(*args, **config | {"norm_topk_prob": False})
     )
     outcomes = judged(routers["Qwen3"], ["topk_routing"], most=20)
     assert "FAIL" in {outcome.status for _, outcome in outcomes}

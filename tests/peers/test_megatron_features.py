@@ -6,7 +6,6 @@ them; 0.16.0's are 0.16.1's.
 
 import json
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ import pytest
 
 from conformance.interface import Implementation
 from conformance.peers import megatron_features as features
+from tests.peers import needs_megatron
 
 RECORDED = {
     release: {symbol: None if text is None else tuple(text.split()) for symbol, text in signatures.items()}
@@ -33,8 +33,8 @@ Z_LOSS = f"{features.UTILS}z_loss_func"
 
 def lacking(parameters):
     """By function, what it lacks: a set of settings, or None for the function itself."""
-    found = {name: features.lacking(name, parameters) for name in features.CALLS}
-    return {name: without and {*without} for name, without in found.items() if without is None or without}
+    missing = {name: features.lacking(name, parameters) for name in features.CALLS}
+    return {name: without and {*without} for name, without in missing.items() if without is None or without}
 
 
 def offered(parameters):
@@ -48,11 +48,11 @@ def offered(parameters):
 @pytest.mark.parametrize("release", RECORDED)
 def test_a_release_offers_what_its_signatures_have_words_for(release):
     assert lacking(RECORDED[release]) == LACKING[release]
-    others = [name for name in RECORDED if LACKING[name] != LACKING[release]]
-    assert others and all(lacking(RECORDED[name]) != LACKING[release] for name in others)
+    releases = [name for name in RECORDED if LACKING[name] != LACKING[release]]
+    assert releases and all(lacking(RECORDED[name]) != LACKING[release] for name in releases)
 
 
-@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+@needs_megatron
 def test_the_installed_release_has_the_recorded_signatures():
     installed, words = metadata.version("megatron-core"), NEWEST[features.CONFIGURATION]
     read = features.read()
@@ -61,24 +61,24 @@ def test_the_installed_release_has_the_recorded_signatures():
 
 
 @pytest.mark.parametrize(
-    "function, found",
+    "function, expected",
     [
         (lambda logits, z_loss_coeff, padding_mask=None, new=None: None, {}),
-        (lambda logits, z_loss_coeff, new=None, **others: None, {"z_loss": {"padding_mask"}}),
+        (lambda logits, z_loss_coeff, new=None, **_: None, {"z_loss": {"padding_mask"}}),
         (lambda logits, z_loss_coeff, new, padding_mask=None: None, {"z_loss": None}),
         (lambda logits, coeff, padding_mask=None: None, {"z_loss": None}),
         (None, {"z_loss": None}),
         (SimpleNamespace(), {"z_loss": None}),
     ],
 )
-def test_an_unknown_release_loses_what_has_no_word_or_needs_an_unknown_one(function, found):
+def test_an_unknown_release_loses_what_has_no_word_or_needs_an_unknown_one(function, expected):
     read = features.read(lambda symbol: function if symbol == Z_LOSS else None)
-    assert lacking(NEWEST | {Z_LOSS: read[Z_LOSS]}) == found
+    assert lacking(NEWEST | {Z_LOSS: read[Z_LOSS]}) == expected
 
 
 def test_a_setting_without_a_word_is_not_in_the_signature_that_the_suite_reads():
-    given = dict.fromkeys(("topk", "precomputed_indices", "expert_bias"))
-    assert offered(RECORDED["0.15.3"]).lacks("topk_routing", given) == ["precomputed_indices"]
-    assert offered(NEWEST).lacks("topk_routing", given) == []
+    arguments = dict.fromkeys(("topk", "precomputed_indices", "expert_bias"))
+    assert offered(RECORDED["0.15.3"]).lacks("topk_routing", arguments) == ["precomputed_indices"]
+    assert offered(NEWEST).lacks("topk_routing", arguments) == []
     assert offered(NEWEST).offers("topk_routing")
     assert not offered(NEWEST | {features.CALLS["topk_routing"][0].symbol: None}).offers("topk_routing")

@@ -12,7 +12,6 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,14 +28,13 @@ from conformance.engine.run.pool import Pool
 from conformance.families.router.cases_route import RouteCase, config_of, logits_of_step
 from conformance.families.router.route import STATE
 from conformance.interface import Implementation
+from tests.peers import needs_megatron
+from tests.te.judging import NOTHING_WRONG
 
-NOTHING_WRONG = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
 ADAPTER = "conformance.peers.megatron"
 KEPT = corpus.COMMITTED.parent / "peers" / "megatron.corpus"
 ONE_RANK = frozenset({"ranks"})  # unsupported by the adapter
-pytestmark = pytest.mark.skipif(
-    find_spec("megatron") is None, reason="megatron-core is not installed: pip install --no-deps megatron-core==0.16.1"
-)
+pytestmark = needs_megatron
 
 
 class Changed:
@@ -61,7 +59,7 @@ class Changed:
 def mended() -> Iterator[None]:
     """TopKRouter by the reference's rules: one fix per known difference of 0.16.1."""
     router = importlib.import_module("megatron.core.transformer.moe.router")
-    whole, attach, loss = (
+    apply_seq_aux_loss, attach, loss = (
         router.TopKRouter._apply_seq_aux_loss,
         router.TopKRouter.attach_and_log_load_balancing_loss,
         router.switch_load_balancing_loss_func,
@@ -75,7 +73,7 @@ def mended() -> Iterator[None]:
 
     def of_sequences(self, probs, scores, routing_map, seq_length, bsz, **options):
         self.sequences = bsz
-        return whole(self, probs, scores, routing_map, seq_length, bsz, **options)
+        return apply_seq_aux_loss(self, probs, scores, routing_map, seq_length, bsz, **options)
 
     def attached(self, activation, coeff, value, name, group, *, valid_token_count, **options):
         tokens = valid_token_count * self.sequences if name == "seq_load_balancing_loss" else valid_token_count
@@ -109,11 +107,13 @@ def _mended_route(route, *args, **settings):
 
 
 def _freezing(finish_batch, state, config, *, frozen=False):
-    after = finish_batch(state, config)
-    return after._replace(buffers=after.buffers | {"expert_bias": state.buffers["expert_bias"]}) if frozen else after
+    new = finish_batch(state, config)
+    return new._replace(buffers=new.buffers | {"expert_bias": state.buffers["expert_bias"]}) if frozen else new
 
 
 MENDED = Changed(route=_mended_route, finish_batch=_freezing)
+COPIED = Changed(pad_routing_map=lambda pad, routing_map, *, align: pad(routing_map.clone(), align=align))
+FLOAT32_SUMS = Changed(declares=lambda declares, function: declares(function) | {"accumulator": "float32_only"})
 
 
 # Defects planted in the adapter
@@ -163,49 +163,34 @@ def _forgotten(state_from, tensors):
 
 def _counters_kept(finish_batch, state, config, **settings):
     counted = {name: x for name, x in state.buffers.items() if name != "expert_bias"}
-    after = finish_batch(state, config, **settings)
-    return after._replace(buffers=after.buffers | counted)
+    new = finish_batch(state, config, **settings)
+    return new._replace(buffers=new.buffers | counted)
 
 
 def _case(**fields: Any) -> RouteCase:
     return RouteCase(function="route", **{"experts": 6, "topk": 2, "tokens": 6, **fields})
 
 
-ALL = "aux+seq+global+z"
-# changed functions, a case that the package passes, the output that exposes the defect
-PLANTS: dict[str, tuple[dict[str, Callable[..., Any]], RouteCase, str]] = {
-    "the bias leaks into the weights": (
-        {"route": _leaking_bias},
-        _case(bias=True, steps="train+finish+train"),
-        "2.probs",
-    ),
-    "losses are attached twice": ({"route": _twice_the_scale}, _case(losses="aux", grads="logits"), "d_logits.0"),
-    "the loss scale is not passed on": (
-        {"route": _no_scale},
-        _case(losses="z", grads="logits", scale=24),
-        "d_logits.0",
-    ),
-    "a loss is reported without its coefficient": ({"route": _as_tracked}, _case(losses="aux"), "0.aux_loss"),
-    "sequences are one long sequence": ({"route": _one_sequence}, _case(losses="seq", sequences=3), "0.seq_aux_loss"),
-    "padding counts": ({"route": _no_mask}, _case(losses="z", padding=4), "0.z_loss"),
-    "the mask marks the valid": ({"route": _other_mask}, _case(losses="aux", padding=4), "0.aux_loss"),
-    "replays come back in the wrong order": (
-        {"route": _last_in_first_out},
-        _case(steps="record+forward+record+forward+backward+backward", seed=3),
-        "4.routing_map",
-    ),
-    "evaluation has losses": ({"route": _always_training}, _case(losses=ALL, steps="train+eval"), "1.losses"),
+ALL, TWICE = "aux+seq+global+z", "train+finish+train"
+REPLAYS = "record+forward+record+forward+backward+backward"
+# a function, its defect, a case that the package passes, the output that exposes the defect
+PLANTS: dict[str, tuple[str, Callable[..., Any], RouteCase, str]] = {
+    "the bias leaks into the weights": ("route", _leaking_bias, _case(bias=True, steps=TWICE), "2.probs"),
+    "losses are attached twice": ("route", _twice_the_scale, _case(losses="aux", grads="logits"), "d_logits.0"),
+    "the loss scale is lost": ("route", _no_scale, _case(losses="z", grads="logits", scale=24), "d_logits.0"),
+    "a loss is reported without its coefficient": ("route", _as_tracked, _case(losses="aux"), "0.aux_loss"),
+    "sequences are one sequence": ("route", _one_sequence, _case(losses="seq", sequences=3), "0.seq_aux_loss"),
+    "padding counts": ("route", _no_mask, _case(losses="z", padding=4), "0.z_loss"),
+    "the mask marks the valid": ("route", _other_mask, _case(losses="aux", padding=4), "0.aux_loss"),
+    "replays come in the wrong order": ("route", _last_in_first_out, _case(steps=REPLAYS, seed=3), "4.routing_map"),
+    "evaluation has losses": ("route", _always_training, _case(losses=ALL, steps="train+eval"), "1.losses"),
     "a saved state forgets its counts": (
-        {"state_from": _forgotten},
-        _case(losses="global", steps="train+reload+train"),
-        "2.global_aux_loss",
+        "state_from", _forgotten, _case(losses="global", steps="train+reload+train"), "2.global_aux_loss"
     ),
     "counters are never reset": (
-        {"finish_batch": _counters_kept},
-        _case(losses="global", steps="train+finish+train"),
-        "2.global_aux_loss",
+        "finish_batch", _counters_kept, _case(losses="global", steps=TWICE), "2.global_aux_loss"
     ),
-}
+}  # fmt: skip
 
 
 # Run in the package's process
@@ -213,9 +198,9 @@ PLANTS: dict[str, tuple[dict[str, Callable[..., Any]], RouteCase, str]] = {
 
 def outcome_of(name: str) -> tuple[str, str]:
     """The adapter's status on the defect's case, and the output in which the defect differs."""
-    changes, case, _ = PLANTS[name]
-    right, planted = (evaluate(case, Implementation(namespace)) for namespace in (Changed(), Changed(**changes)))
-    return right.status, (planted.finding or {}).get("output", planted.status)
+    function, change, case, _ = PLANTS[name]
+    unchanged, planted = (evaluate(case, Implementation(x)) for x in (Changed(), Changed(**{function: change})))
+    return unchanged.status, (planted.finding or {}).get("output", planted.status)
 
 
 def left_behind() -> dict[str, Any]:
@@ -224,7 +209,7 @@ def left_behind() -> dict[str, Any]:
     case = _case(bias=True, losses=ALL, steps="record")
     config = config_of(case)
     state = adapter.new_state(config)
-    before = {name: x.clone() for name, x in adapter.state_tensors(state).items()}
+    saved = {name: x.clone() for name, x in adapter.state_tensors(state).items()}
     first, second = (adapter.route(logits_of_step(case, 0), config, state=state, replay="record") for _ in range(2))
     replay = importlib.import_module("megatron.core.transformer.moe.router_replay").RouterReplay
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
@@ -234,7 +219,7 @@ def left_behind() -> dict[str, Any]:
             torch.equal(x, adapter.state_tensors(second.state)[name])
             for name, x in adapter.state_tensors(first.state).items()
         ),
-        "the argument unchanged": all(torch.equal(x, adapter.state_tensors(state)[name]) for name, x in before.items()),
+        "the argument unchanged": all(torch.equal(x, adapter.state_tensors(state)[name]) for name, x in saved.items()),
         "something was counted": bool(adapter.state_tensors(first.state)["tokens_per_expert"].any()),
         "tracker": dict(utils.get_moe_layer_wise_logging_tracker()),
         "replay objects": list(replay.global_router_replay_instances),
@@ -256,9 +241,9 @@ def counters(half: float) -> dict[str, torch.dtype]:
 def refusals() -> list[str | None]:
     """The answers of `supports` to three configurations."""
     supports = Changed().supports
-    plain, unknown = config_of(_case()), config_of(_case(score="sqrtsoftplus"))
+    softmax, unknown = config_of(_case()), config_of(_case(score="sqrtsoftplus"))
     return [
-        supports("route", logits=None, config=plain),
+        supports("route", logits=None, config=softmax),
         supports("route", logits=None, config=unknown),
         supports("route", logits=None),
     ]
@@ -278,10 +263,10 @@ def behind_the_waivers():
         description = pool.start()
         space = Space.of(description)
         one_rank = replace(space, without=space.without | {"route": space.without["route"] | ONE_RANK})
-        kept = [case for case in corpus.read_folder(KEPT) if isinstance(case, RouteCase)]
+        corpus_cases = [case for case in corpus.read_folder(KEPT) if isinstance(case, RouteCase)]
         new = [case for case in drawn(strategy("route", one_rank), 1, 160) if isinstance(case, RouteCase)]
         new = [case for case in new if case.dtype != "float64"]  # its scores are float32: waived as a whole
-        return description["functions"]["route"], kept, list(pool.run(kept + new))
+        return description["functions"]["route"], corpus_cases, list(pool.run(corpus_cases + new))
 
 
 # Claims
@@ -294,33 +279,33 @@ def test_the_adapter_offers_route_with_all_it_can_be_asked_for(behind_the_waiver
 
 
 def test_nothing_is_wrong_in_route_but_what_is_waived(behind_the_waivers):
-    wrong = [f"{case.text} {outcome}" for case, outcome in behind_the_waivers[2] if outcome.status not in NOTHING_WRONG]
-    assert not wrong
+    failing = [f"{case.text} {x}" for case, x in behind_the_waivers[2] if x.status not in NOTHING_WRONG]
+    assert not failing
     assert sum(outcome.status == "PASS" for _, outcome in behind_the_waivers[2]) > 60
 
 
 def test_the_mends_are_what_the_kept_cases_of_route_fail_without(behind_the_waivers):
-    _, kept, outcomes = behind_the_waivers
+    _, corpus_cases, outcomes = behind_the_waivers
     passed = {case.id for case, outcome in outcomes if outcome.status in NOTHING_WRONG}
-    assert {case.id for case in kept} == passed & {case.id for case in kept}
-    assert len(kept) > 20  # all fail in the unfixed package: tests/peers/test_peers.py
+    assert {case.id for case in corpus_cases} == passed & {case.id for case in corpus_cases}
+    assert len(corpus_cases) > 20  # all fail in the unfixed package: tests/peers/test_peers.py
 
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_defect_is_found_in_a_case_that_the_package_passes(elsewhere, name):
-    assert elsewhere(outcome_of, name) == ("PASS", PLANTS[name][2])
+    assert elsewhere(outcome_of, name) == ("PASS", PLANTS[name][3])
 
 
 def test_a_call_leaves_nothing_behind_but_the_state_it_returns(elsewhere):
-    left = elsewhere(left_behind)
-    assert left.pop("tracker") == {} and left.pop("replay objects") == []
-    assert all(left.values()), left
+    traces = elsewhere(left_behind)
+    assert traces.pop("tracker") == {} and traces.pop("replay objects") == []
+    assert all(traces.values()), traces
 
 
 def test_counters_are_told_as_integers_only_where_they_are_whole(elsewhere):
-    whole, half = elsewhere(counters, 0.0), elsewhere(counters, 0.5)
-    assert set(whole) == set(STATE)
-    assert {name for name, dtype in whole.items() if dtype == torch.int64} == set(STATE) - {"expert_bias"}
+    integral, half = elsewhere(counters, 0.0), elsewhere(counters, 0.5)
+    assert set(integral) == set(STATE)
+    assert {name for name, dtype in integral.items() if dtype == torch.int64} == set(STATE) - {"expert_bias"}
     assert all(dtype == torch.float32 for dtype in half.values())
 
 

@@ -5,7 +5,6 @@ import importlib
 import json
 import sys
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,71 +16,35 @@ from conformance.engine.options import ChildOptions
 from conformance.engine.run import corpus
 from conformance.engine.run.pool import Pool
 from conformance.engine.run.waivers import read_waivers
-from moe_ref.config import PaddedMap
 from tests.installed.steps import kernels
+from tests.peers import needs_megatron
+from tests.te.judging import NOTHING_WRONG
 
-PEERS = corpus.COMMITTED.parent / "peers"
+PEERS, ROOT = corpus.COMMITTED.parent / "peers", Path(__file__).parents[2]
 PERMUTATION = ["permute", "unpermute", "sort_chunks", "pad_routing_map"]
 SELECTION = ["gate", "jitter", "topk_indices", "topk_routing", "sinkhorn_routing", "drop_tokens"]
 BALANCING = ["aux_loss_scores", "load_balancing_loss", "z_loss", "attach_loss", "update_expert_bias"]
-NOTHING_WRONG = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
-needs_megatron = pytest.mark.skipif(
-    find_spec("megatron") is None, reason="megatron-core is not installed: pip install --no-deps megatron-core==0.16.1"
-)
 
 
-class CopiedMap:
-    """megatron-core's pad_routing_map on a copy of the map, which it otherwise overwrites."""
-
-    @staticmethod
-    def declares(function):
-        return importlib.import_module("conformance.peers.megatron").declares(function)
-
-    @staticmethod
-    def pad_routing_map(routing_map, *, align) -> PaddedMap:
-        return importlib.import_module("conformance.peers.megatron").pad_routing_map(routing_map.clone(), align=align)
-
-
-class Float32Sums:
-    """megatron-core's selection, declared to accumulate in float32 for every dtype."""
-
-    @staticmethod
-    def supports(function, **arguments):
-        return importlib.import_module("conformance.peers.megatron").supports(function, **arguments)
-
-    @staticmethod
-    def declares(function):
-        return importlib.import_module("conformance.peers.megatron").declares(function) | {
-            "accumulator": "float32_only"
-        }
-
-    @staticmethod
-    def topk_indices(logits, *, topk, **settings):
-        return importlib.import_module("conformance.peers.megatron").topk_indices(logits, topk=topk, **settings)
-
-    @staticmethod
-    def topk_routing(logits, *, topk, **settings):
-        return importlib.import_module("conformance.peers.megatron").topk_routing(logits, topk=topk, **settings)
-
-
-def judged(implementation: str, wanted=lambda section: True, kept=(), only=lambda case: True):
-    """The functions' descriptions, and (case, outcome) of kept cases and the gate's sections."""
+def judged(implementation, wanted=lambda section: True, corpus_cases=(), only=lambda case: True, folder=ROOT):
+    """The functions' descriptions, and (case, outcome) of the corpus and of the gate's sections."""
     profile = PROFILES["gate"]
-    with Pool(ChildOptions(implementation, search=(str(Path(__file__).parents[2]),))) as pool:
+    with Pool(ChildOptions(implementation, search=(str(folder),))) as pool:
         description = pool.start()
         offered = [
             s for s in sections() if s.function and description["functions"][s.function]["offered"] and wanted(s)
         ]
         cases = [case for section in offered for case in cases_of(section, profile, Space.of(description), 0)]
-        return description["functions"], list(pool.run([*kept, *filter(only, cases)]))
+        return description["functions"], list(pool.run([*corpus_cases, *filter(only, cases)]))
 
 
 @pytest.fixture(scope="module")
 def megatron():
     """The gate's cases of permutation, the fixed cases of the router, and the kept cases."""
-    kept = corpus.read_folder(PEERS / "megatron.corpus")
     return judged(
-        "conformance.peers.megatron", lambda section: section.function in PERMUTATION or section.kind != "drawn", kept
+        "conformance.peers.megatron",
+        lambda section: section.function in PERMUTATION or section.kind != "drawn",
+        corpus.read_folder(PEERS / "megatron.corpus"),
     )
 
 
@@ -103,25 +66,21 @@ def test_megatron_offers_the_settings_that_the_package_has_words_for(megatron):
 @needs_megatron
 def test_every_disagreement_with_megatron_is_a_known_one(megatron):
     waivers = read_waivers(PEERS / "megatron.waivers.toml", datetime.date.today())
-    wrong = [(case, outcome) for case, outcome in megatron[1] if outcome.status not in NOTHING_WRONG]
-    new = [
-        f"{case.text} {outcome}"
-        for case, outcome in wrong
-        if not any(waiver.covers(case, outcome) for waiver in waivers)
-    ]
+    failing = [(case, outcome) for case, outcome in megatron[1] if outcome.status not in NOTHING_WRONG]
+    new = [f"{case.text} {x}" for case, x in failing if not any(waiver.covers(case, x) for waiver in waivers)]
     assert not new
-    assert all(any(waiver.covers(case, outcome) for case, outcome in wrong) for waiver in waivers)
+    assert all(any(waiver.covers(case, outcome) for case, outcome in failing) for waiver in waivers)
 
 
 @needs_megatron
 def test_every_kept_case_of_megatron_fails_as_it_was_kept(megatron):
     outcomes = {case.id: outcome for case, outcome in megatron[1]}
     files = sorted((PEERS / "megatron.corpus").glob("*.json"))
-    kept = {path.stem: json.loads(path.read_text())["found"]["finding"] for path in files}
-    now = {name: outcomes[name].finding for name in kept}
+    recorded = {path.stem: json.loads(path.read_text())["found"]["finding"] for path in files}
+    now = {name: outcomes[name].finding for name in recorded}
     keys = ("output", "check", "message")
     assert {name: [finding and finding[key] for key in keys] for name, finding in now.items()} == {
-        name: [finding[key] for key in keys] for name, finding in kept.items()
+        name: [finding[key] for key in keys] for name, finding in recorded.items()
     }
 
 
@@ -145,33 +104,36 @@ def test_megatron_selects_right_in_float32(megatron, function):
         for case, outcome in megatron[1]
         if case.function == function and case.dtype == "float32" and case.tokens and not case.golden
     ]
-    wrong = {case.spread for case, outcome in cases if outcome.status not in NOTHING_WRONG}
-    assert wrong <= {"minus_inf"}
+    failing = {case.spread for case, outcome in cases if outcome.status not in NOTHING_WRONG}
+    assert failing <= {"minus_inf"}
     assert sum(outcome.status == "PASS" for _, outcome in cases) > 20
 
 
 @needs_megatron
 def test_megatron_selects_among_float64_logits_as_float32_can():
     waivers = read_waivers(PEERS / "megatron.waivers.toml", datetime.date.today())
-    others = [waiver for waiver in waivers if waiver.where.get("dtype") != "float64"]
+    narrower = [waiver for waiver in waivers if waiver.where.get("dtype") != "float64"]
     outcomes = judged(
-        "tests.peers.test_peers:Float32Sums",
+        "tests.peers.test_megatron_route:FLOAT32_SUMS",
+        lambda section: section.function in ("topk_indices", "topk_routing"),
         only=lambda case: case.dtype == "float64",
     )[1]
-    wrong = [
+    failing = [
         f"{case.text} {outcome}"
         for case, outcome in outcomes
-        if outcome.status not in NOTHING_WRONG and not any(w.covers(case, outcome) for w in others)
+        if outcome.status not in NOTHING_WRONG and not any(w.covers(case, outcome) for w in narrower)
     ]
-    assert not wrong
+    assert not failing
     assert sum(outcome.status == "PASS" for _, outcome in outcomes) > 20
 
 
 @needs_megatron
 def test_megatron_pads_a_copied_map_right_and_only_keeps_quiet_when_it_falls_short():
-    outcomes = judged("tests.peers.test_peers:CopiedMap")[1]
-    wrong = [outcome for _, outcome in outcomes if outcome.status not in NOTHING_WRONG]
-    assert {outcome.finding["output"] for outcome in wrong} == {"unreached"}
+    outcomes = judged("tests.peers.test_megatron_route:COPIED", lambda section: section.function == "pad_routing_map")[
+        1
+    ]
+    failing = [outcome for _, outcome in outcomes if outcome.status not in NOTHING_WRONG]
+    assert {outcome.finding["output"] for outcome in failing} == {"unreached"}
     assert 3 * sum(outcome.status == "PASS" for _, outcome in outcomes) > len(outcomes)
 
 
@@ -206,15 +168,6 @@ def test_the_template_is_conformant_as_it_stands():
 
 def test_the_kernel_of_the_tutorial_is_conformant_in_the_end(tmp_path):
     (tmp_path / "tutorial_kernel.py").write_text(kernels()[-1])
-    with Pool(ChildOptions("tutorial_kernel", search=(str(tmp_path),))) as pool:
-        space = Space.of(pool.start())
-        profile = PROFILES["gate"]
-        cases = [
-            case
-            for section in sections()
-            if section.function == "permute"
-            for case in cases_of(section, profile, space, 0)
-        ]
-        statuses = {outcome.status for _, outcome in pool.run(cases)}
-    assert len(cases) > 200
-    assert statuses <= set(NOTHING_WRONG)
+    outcomes = judged("tutorial_kernel", lambda section: section.function == "permute", folder=tmp_path)[1]
+    assert len(outcomes) > 200
+    assert {outcome.status for _, outcome in outcomes} <= set(NOTHING_WRONG)

@@ -31,18 +31,21 @@ def peer():
 @pytest.mark.parametrize("role", ["input", "grad_output"])
 def test_codes_and_scales_are_the_reference_s(peer, role):
     x = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    given = {"role": role, "splits": torch.tensor([32, 32])}
-    got, right = (one.quantize(x, Recipe("mxfp8", fp8_format="hybrid"), **given).quantized for one in (peer, moe_ref))
+    settings = {"role": role, "splits": torch.tensor([32, 32])}
+    got, expected = (
+        implementation.quantize(x, Recipe("mxfp8", fp8_format="hybrid"), **settings).quantized
+        for implementation in (peer, moe_ref)
+    )
     for name in READERS:
-        assert torch.equal(getattr(peer, name)(got), getattr(moe_ref, name)(right)), name
-    other = moe_ref.quantize(x * 3, Recipe("mxfp8", fp8_format="hybrid"), **given).quantized
-    assert not torch.equal(peer.codes(got), moe_ref.codes(other))
+        assert torch.equal(getattr(peer, name)(got), getattr(moe_ref, name)(expected)), name
+    different = moe_ref.quantize(x * 3, Recipe("mxfp8", fp8_format="hybrid"), **settings).quantized
+    assert not torch.equal(peer.codes(got), moe_ref.codes(different))
 
 
 def test_just_above_a_power_of_two_its_scale_is_one_too_small(peer):
     x = torch.full((32, 32), 448 * 2.0**-8 * (1 + 2.0**-23))
-    got, right = (one.quantize(x, Recipe("mxfp8")).quantized for one in (peer, moe_ref))
-    assert peer.scales(got)[0, 0] == 119 and moe_ref.scales(right)[0, 0] == 120
+    got, expected = (implementation.quantize(x, Recipe("mxfp8")).quantized for implementation in (peer, moe_ref))
+    assert peer.scales(got)[0, 0] == 119 and moe_ref.scales(expected)[0, 0] == 120
 
 
 @pytest.fixture
@@ -57,12 +60,12 @@ PLAIN = RECIPES["nvfp4"][1]
 
 def test_nvfp4_codes_and_scales_are_the_references_but_for_ties(nvfp4):
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    given = {"role": "weight", "splits": torch.tensor([16, 16])}
-    got, right = (one.quantize(x, PLAIN, **given).quantized for one in (nvfp4, moe_ref))
+    settings = {"role": "weight", "splits": torch.tensor([16, 16])}
+    got, expected = (implementation.quantize(x, PLAIN, **settings).quantized for implementation in (nvfp4, moe_ref))
     for name in ("codes", "scales", "amax"):
-        assert torch.equal(getattr(nvfp4, name)(got), getattr(moe_ref, name)(right)), name
-    other = moe_ref.quantize(x.flip(0), PLAIN, **given).quantized
-    assert not torch.equal(nvfp4.codes(got), moe_ref.codes(other))
+        assert torch.equal(getattr(nvfp4, name)(got), getattr(moe_ref, name)(expected)), name
+    different = moe_ref.quantize(x.flip(0), PLAIN, **settings).quantized
+    assert not torch.equal(nvfp4.codes(got), moe_ref.codes(different))
 
 
 def test_nvfp4_of_a_zero_tensor_is_nan_and_the_suite_says_so(nvfp4):
@@ -72,11 +75,11 @@ def test_nvfp4_of_a_zero_tensor_is_nan_and_the_suite_says_so(nvfp4):
     assert evaluate(case, Implementation(moe_ref)).finding is None
 
 
-def test_what_it_has_not_is_outside_its_scope(peer, nvfp4):
-    for one, recipe in ((peer, Recipe("mxfp8")), (nvfp4, PLAIN)):
-        where = parsed(one.scope, "scope")
-        found = [x for kind in RECIPES for x in range(len(RECIPES[kind])) if where.holds(of_recipe(kind, x))]
-        assert found and where.holds(of_recipe(recipe.scaling, RECIPES[recipe.scaling].index(recipe)))
+def test_recipes_that_an_adapter_lacks_are_outside_its_scope(peer, nvfp4):
+    for implementation, recipe in ((peer, Recipe("mxfp8")), (nvfp4, PLAIN)):
+        where = parsed(implementation.scope, "scope")
+        in_scope = [x for kind in RECIPES for x in range(len(RECIPES[kind])) if where.holds(of_recipe(kind, x))]
+        assert in_scope and where.holds(of_recipe(recipe.scaling, RECIPES[recipe.scaling].index(recipe)))
         assert not where.holds(of_recipe("block", 0))
 
 

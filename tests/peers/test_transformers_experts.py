@@ -45,7 +45,7 @@ def test_an_implementation_computes_the_reference_s_experts(name, settings, tran
     reason = entry.supports("grouped_mlp", **tensors, **settings)
     assert (reason is None) == (name != "eager" or settings.get("interleave") is None), reason
     if reason is None:
-        out, expected = (one.grouped_mlp(*arguments, **settings) for one in (entry, moe_ref))
+        out, expected = (implementation.grouped_mlp(*arguments, **settings) for implementation in (entry, moe_ref))
         assert torch.allclose(out, expected, rtol=1e-5, atol=1e-5)
         assert not torch.allclose(out[:5], expected[:5].flip(0), rtol=1e-5, atol=1e-5)
 
@@ -65,18 +65,18 @@ def test_moe_fast_passes_the_gate_s_first_cases(adapter):
 
 @pytest.mark.parametrize("name", ["eager", "batched_mm", "grouped_mm", "moe_fast"])
 def test_a_row_of_another_rank_reaches_its_result_in_batched_mm_alone(name, adapter):
-    (rows, *others), _ = call({})
+    (rows, *weights), _ = call({})
     rows = torch.cat([rows, torch.full((2, HIDDEN), torch.nan)])
-    out = getattr(adapter, name).grouped_mlp(rows, *others)
+    out = getattr(adapter, name).grouped_mlp(rows, *weights)
     assert out[:ROWS].isfinite().all()
     assert bool(out[ROWS:].isnan().any()) == (name == "batched_mm")
 
 
 def test_eager_experts_without_a_gate_have_no_other_rank(adapter):
-    (rows, *others), settings = call({"kind": "squared_relu"})
+    (rows, *weights), settings = call({"kind": "squared_relu"})
     settings["probs"] = torch.cat([settings["probs"], torch.zeros(2)])
     with pytest.raises(IndexError):
-        adapter.eager.grouped_mlp(torch.cat([rows, rows[:2]]), *others, **settings)
+        adapter.eager.grouped_mlp(torch.cat([rows, rows[:2]]), *weights, **settings)
 
 
 def test_an_unknown_name_is_told_the_known_ones(adapter):

@@ -58,9 +58,9 @@ def test_each_package_has_a_section_of_its_own_and_other_reports_have_none():
     engine["versions"] = {"transformer_engine": "2.1"}
     both = second_opinions.with_section("# Peers\n", versions.section([OLD]))
     both = second_opinions.with_section(both, versions.section([engine]))
-    again = second_opinions.with_section(both, versions.section([OLD, NEW]))
-    assert "| `z_loss` | 1 of 2 |" in again and "is wrong" not in again
-    assert [line for line in again.splitlines() if line.startswith("## ")] == [
+    updated = second_opinions.with_section(both, versions.section([OLD, NEW]))
+    assert "| `z_loss` | 1 of 2 |" in updated and "is wrong" not in updated
+    assert [line for line in updated.splitlines() if line.startswith("## ")] == [
         package.heading.strip() for package in versions.PACKAGES
     ]
     with pytest.raises(ValueError, match="of no one package"):

@@ -1,4 +1,4 @@
-"""What several test modules of this folder use: cli."""
+"""Namespaces to judge, and files, for the tests of the command line."""
 
 import datetime
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Verbs of the command other than run, and the command as a process"""
+"""Verbs of the command other than `run`, and the command in a process of its own."""
 
 import contextlib
 import json

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from torch import Tensor
+
 from conformance.core.case import Case
 from conformance.core.space import Space
 from conformance.engine.child.child import _description
@@ -13,9 +15,15 @@ from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.options import ChildOptions
 from conformance.interface import Implementation
 from conformance.peers.te import Adapter
+from tests.common.fast import normal
 
 NOTHING_WRONG = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
 MOST = 15  # cases of a function that are covering, and that are drawn
+
+
+def leaf(*shape: int, seed: int = 0) -> Tensor:
+    """Normal random numbers that require a gradient."""
+    return normal(*shape, seed=seed).requires_grad_()
 
 
 class Checked:
@@ -75,5 +83,5 @@ def judged(
 
 def wrong(outcomes: list[tuple[Case, Outcome]]) -> list[str]:
     """The cases that do not pass, as text."""
-    found = [(case, outcome) for case, outcome in outcomes if outcome.status not in NOTHING_WRONG]
-    return [f"{case.function} {case.text} {outcome.finding or outcome.reason}" for case, outcome in found]
+    failing = [(case, outcome) for case, outcome in outcomes if outcome.status not in NOTHING_WRONG]
+    return [f"{case.function} {case.text} {outcome.finding or outcome.reason}" for case, outcome in failing]

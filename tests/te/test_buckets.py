@@ -18,7 +18,7 @@ from conformance.families.experts.cases_mlp import MlpCase
 from conformance.families.permutation.cases import RoutingCase
 from conformance.interface import Implementation
 from conformance.peers.te import Adapter
-from conformance.peers.te.features import GATES
+from conformance.peers.te.features import GATES, TABLE
 from tests.te.judging import Checked, symbols_of, wrong
 from tests.te.judging import judged as every_kind_judged
 from tests.te.standin import BUCKETS, standin
@@ -40,10 +40,7 @@ TURNS = (  # a case for each operation and recipe that the first cases do not re
     *(ActivationCase(function="glu", clamp=8, offset=8, kind="quick_geglu", probs=x, **ROWS) for x in ("", "float32")),
     ActivationCase(function="glu", probs="float32", **ROWS),
     ActivationCase(function="activation", probs="float32", **ROWS),
-    *(
-        ActivationCase(function="activation", kind=kind, **ROWS)
-        for kind in ("", "silu", "gelu_tanh", "quick_gelu", "relu")
-    ),
+    *(ActivationCase(function="activation", kind=kind, **ROWS) for kind in CURVES),
     MlpCase(function="grouped_mlp", hidden=4, width=4, probs="float32", **PLAIN),
     *(GroupedCase(function="grouped_linear", hidden=1, width=1, scaling=x, counts=(1, 3), **PLAIN) for x in SCALINGS),
     RoutingCase(function="permute", tokens=3, experts=2, hidden=4),
@@ -64,41 +61,46 @@ def stays_tes(case):
 
 
 @pytest.fixture(scope="module")
-def few():
+def covering():
     """The first small covering cases of each function; all completed adapters offer the same."""
     adapter = completed("2.20")[1]
     described = _description(Implementation(adapter, "te"), ChildOptions("te", device="cpu"))
     space, chosen = Space.of(described), {}
     for section in sections():
         if section.kind == "covering" and section.function in {*adapter.offered} - {*READERS}:
-            every = cases_of(section, PROFILES["gate"], space, 0)
-            small = [x for x in every if not (x.is_large or x.layout.startswith("wide") or stays_tes(x))]
+            gate_cases = cases_of(section, PROFILES["gate"], space, 0)
+            small = [x for x in gate_cases if not (x.is_large or x.layout.startswith("wide") or stays_tes(x))]
             chosen[section.function] = [replace(x, law="") for x in small[:MOST]]
     return chosen
 
 
 def judged(te, adapter, cases):
     """Each case's outcome and path, which is empty where the call was not made."""
-    implementation, found = Implementation(Checked(te, adapter), "te"), []
+    implementation, outcomes, paths = Implementation(Checked(te, adapter), "te"), [], []
     for case in cases:
         adapter.path.pop(case.function, None)
-        found.append(((case, evaluate(case, implementation, "cpu")), adapter.path.get(case.function, "")))
-    return [outcome for outcome, _ in found], [path for _, path in found]
+        outcomes.append((case, evaluate(case, implementation, "cpu")))
+        paths.append(adapter.path.get(case.function, ""))
+    return outcomes, paths
 
 
-def test_no_bucket_is_dropped_and_the_page_names_all():
+def test_the_page_names_every_bucket_symbol_and_variable():
+    names = {x.symbol.removeprefix("pytorch.").removeprefix("router.").partition("GroupedLinear.")[0] for x in TABLE}
+    others = {"fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss"}  # "and two others"
+    assert [name for name in sorted(names - others) if name not in PAGE] == []
+    assert [gate.variable for gate in GATES if gate.variable not in PAGE] == []
     assert tuple(BUCKETS) == EIGHT
     row = PAGE.partition("a version matrix and computed by the reference:")[2].partition("A stand-in lists")[0]
     assert tuple(re.findall(r"`([^`]+)`", row)) == EIGHT
 
 
 @pytest.mark.parametrize("bucket", EIGHT)
-def test_every_function_is_judged_through_every_bucket(few, bucket):
+def test_every_function_is_judged_through_every_bucket(covering, bucket):
     te, adapter = completed(bucket)
-    assert {*adapter.offered} == {*few, *READERS}
-    outcomes, _ = judged(te, adapter, [case for cases in few.values() for case in cases])
+    assert {*adapter.offered} == {*covering, *READERS}
+    outcomes, _ = judged(te, adapter, [case for cases in covering.values() for case in cases])
     assert not wrong(outcomes)
-    assert {case.function for case, outcome in outcomes if outcome.status == "PASS"} == {*few}
+    assert {case.function for case, outcome in outcomes if outcome.status == "PASS"} == {*covering}
 
 
 @pytest.mark.parametrize(
@@ -118,11 +120,11 @@ def test_golden_calls_illegal_calls_laws_and_draws_are_right_too(bucket, functio
     assert {*passed} == {*functions} and len(passed) > least
 
 
-def test_without_a_symbol_the_calls_whose_path_has_it_take_another_and_are_right(few):
+def test_without_a_symbol_the_calls_whose_path_has_it_take_another_and_are_right(covering):
     te, adapter = completed("2.20")
-    every = [*TURNS, *(case for cases in few.values() for case in cases)]
+    all_cases = [*TURNS, *(case for cases in covering.values() for case in cases)]
     through = {}
-    for case, path in zip(every, judged(te, adapter, every)[1], strict=True):
+    for case, path in zip(all_cases, judged(te, adapter, all_cases)[1], strict=True):
         for symbol in symbols_of(path, te):
             through.setdefault(symbol, []).append(case)
     assert {*through} == te.symbols - OTHERS
@@ -134,13 +136,13 @@ def test_without_a_symbol_the_calls_whose_path_has_it_take_another_and_are_right
 
 
 @pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.variable)
-def test_each_gate_is_judged_with_and_without(few, monkeypatch, gate):
+def test_each_gate_is_judged_with_and_without(covering, monkeypatch, gate):
     bucket = "rocm" if gate.feature else "2.20"
-    cases = few["topk_routing" if "topk" in gate.of else "grouped_linear"]
+    cases = covering["topk_routing" if "topk" in gate.of else "grouped_linear"]
     monkeypatch.delenv(gate.variable, raising=False)
-    plain, without = judged(*completed(bucket), cases)
+    ungated, without = judged(*completed(bucket), cases)
     monkeypatch.setenv(gate.variable, "1")
     gated, paths = judged(*completed(bucket), cases)
-    assert not wrong(plain + gated)
+    assert not wrong(ungated + gated)
     assert not any(gate.variable in path for path in without)
     assert any(f"{gate.variable}=1" in path for path in paths)

@@ -19,5 +19,5 @@ def test_every_case_of_the_findings_is_kept():
 
 def test_every_kept_case_was_found_in_the_package():
     for path in KEPT.glob("*.json"):
-        found = json.loads(path.read_text())["found"]
-        assert corpus.read_case(path).id == path.stem and found["versions"]["transformer_engine"] == "2.20.2"
+        record = json.loads(path.read_text())["found"]
+        assert corpus.read_case(path).id == path.stem and record["versions"]["transformer_engine"] == "2.20.2"

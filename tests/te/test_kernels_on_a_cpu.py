@@ -35,8 +35,8 @@ for name in ("common/triton/permutation.py", "pytorch/permutation.py"):
 
 
 def run(wheel):
-    given = {"TE_WHEEL": str(wheel), "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", CALL], capture_output=True, text=True, env=given)
+    environment = {"TE_WHEEL": str(wheel), "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", CALL], capture_output=True, text=True, env=environment)
 
 
 def test_sources_are_copied_with_a_cpu_for_a_device_and_one_block_size(tmp_path):

@@ -44,9 +44,9 @@ def test_a_quantiser_alone_is_conformant_by_rows(bucket):
 
 def test_rows_that_a_quantiser_adds_are_not_shown():
     adapter, x = Adapter(standin("2.20")), tokens(160)[:1].repeat(32, 1)  # of 128
-    got, right = (one.quantize(x, Recipe("mxfp8")).quantized for one in (adapter, moe_ref))
+    got, expected = (implementation.quantize(x, Recipe("mxfp8")).quantized for implementation in (adapter, moe_ref))
     for name in ("codes", "scales", "amax", "dequantize"):
-        assert torch.equal(getattr(adapter, name)(got), getattr(moe_ref, name)(right)), name
+        assert torch.equal(getattr(adapter, name)(got), getattr(moe_ref, name)(expected)), name
 
 
 @pytest.mark.parametrize("align", [None, 32])
@@ -54,11 +54,11 @@ def test_rows_that_a_quantiser_adds_are_not_shown():
 def test_codes_and_scales_are_the_reference_s(scaling, align):
     align = 32 if scaling == "mxfp8" else None if align is None else 1
     adapter, recipe, x = Adapter(standin("2.20")), Recipe(scaling), tokens(160)
-    got, right = (one.permute_and_quantize(x, MAP, recipe, align=align) for one in (adapter, moe_ref))
+    got, expected = (y.permute_and_quantize(x, MAP, recipe, align=align) for y in (adapter, moe_ref))
     for name in ("codes", "scales", "amax", "dequantize"):
-        assert torch.equal(getattr(adapter, name)(got.quantized), getattr(moe_ref, name)(right.quantized)), name
+        assert torch.equal(getattr(adapter, name)(got.quantized), getattr(moe_ref, name)(expected.quantized)), name
     ones = torch.ones(len(adapter.codes(got.quantized)), 4)
-    assert torch.equal(adapter.unpermute(ones, got.row_map), moe_ref.unpermute(ones, right.row_map))
+    assert torch.equal(adapter.unpermute(ones, got.row_map), moe_ref.unpermute(ones, expected.row_map))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_codes_and_scales_are_the_reference_s(scaling, align):
         (Recipe("block"), {"rowwise": False}, "it moves rows of blocks alone"),
     ],
 )
-def test_what_it_cannot_move_is_declared(recipe, settings, reason):
+def test_quantised_rows_that_it_cannot_permute_are_declared(recipe, settings, reason):
     answer = Adapter(standin("2.20")).supports(
         "permute_and_quantize", tokens=tokens(32), routing_map=MAP, recipe=recipe, **settings
     )
@@ -84,7 +84,7 @@ def test_the_path_names_recipe_quantiser_and_move():
     )
 
 
-def test_completed_it_is_ours():
+def test_the_completed_adapter_takes_our_permutation():
     adapter = Adapter(standin("2.20"), moe_ref)
     adapter.permute_and_quantize(tokens(32), MAP, Recipe("block"))
     assert adapter.path["permute_and_quantize"] == "ours: its quantised rows have one form"

@@ -11,16 +11,13 @@ import torch
 import moe_ref
 from conformance.peers.te import Adapter, recipes
 from moe_ref.config import LinearState, QuantizerState, Recipe
+from tests.common.fast import normal
 from tests.te.judging import Checked, judged, wrong
 from tests.te.standin import standin
 
 SCALINGS = {"delayed", "current", "block", "mxfp8", "nvfp4"}
 THERE = {"1.11": {"delayed"}, "2.1": SCALINGS - {"nvfp4"}, "2.20": SCALINGS, "rocm": SCALINGS}
 COUNTS = torch.tensor([2, 0, 3])
-
-
-def number(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def quantised(case, scalings=SCALINGS):
@@ -47,19 +44,19 @@ def test_alone_only_rows_past_the_last_segment_and_the_bias_are_lost_and_strided
 
 
 def _turned(module, state):
-    right(module, LinearState(state.weight, state.input, state.grad_output))
+    set_scales(module, LinearState(state.weight, state.input, state.grad_output))
 
 
 def _of_the_first(module, state):
-    parts = [QuantizerState(x.amax_history, x.scale[:1].expand_as(x.scale)) for x in state]
-    right(module, LinearState(*parts))
+    states = [QuantizerState(x.amax_history, x.scale[:1].expand_as(x.scale)) for x in state]
+    set_scales(module, LinearState(*states))
 
 
 def _changed(**options):
     return lambda features, trace, recipe: theirs(features, trace, replace(recipe, **options))
 
 
-right, theirs = recipes.set_scales, recipes.theirs
+set_scales, theirs = recipes.set_scales, recipes.theirs
 RECIPES = {
     "delayed": Recipe("delayed", amax_history_len=2),
     "current": Recipe("current", power_of_two_scales=True, amax_epsilon=9.0),
@@ -86,15 +83,15 @@ TWINS = {
 
 def results(implementation, recipe):
     """The output and both gradients; no side needs padding."""
-    rows = number(96, 64, seed=1, dtype=torch.bfloat16).requires_grad_()
-    weight = number(3, 32, 64, seed=2) * 2.0 ** -(torch.arange(32) % 16)[:, None]  # square blocks lose small rows
+    rows = normal(96, 64, seed=1, dtype=torch.bfloat16).requires_grad_()
+    weight = normal(3, 32, 64, seed=2) * 2.0 ** -(torch.arange(32) % 16)[:, None]  # square blocks lose small rows
     weight = weight.bfloat16().requires_grad_()
     state = None
     if recipe.scaling == "delayed":
         scales = [2.0 ** torch.tensor([1.0, 0.0, 2.0]) * factor for factor in (3, 50, 7)]
         state = LinearState(*(QuantizerState(torch.zeros(3, 2), scale) for scale in scales))
     out = implementation.grouped_linear(rows, weight, torch.tensor([32, 0, 64]), recipe=recipe, state=state)
-    return [out, *torch.autograd.grad(out, [rows, weight], number(96, 32, seed=3, dtype=torch.bfloat16))]
+    return [out, *torch.autograd.grad(out, [rows, weight], normal(96, 32, seed=3, dtype=torch.bfloat16))]
 
 
 def equal(a, b):
@@ -125,7 +122,7 @@ def test_sides_as_they_are_and_scales_of_one_tensor_are_found_by_the_suite(monke
 def test_the_path_names_recipe_context_and_padding(bucket):
     adapter = Adapter(standin(bucket))
     recipe, ones = Recipe("delayed", amax_history_len=2), QuantizerState(torch.zeros(3, 2), torch.ones(3))
-    adapter.grouped_linear(number(5, 4), number(3, 6, 4), COUNTS, recipe=recipe, state=LinearState(*[ones] * 3))
+    adapter.grouped_linear(normal(5, 4), normal(3, 6, 4), COUNTS, recipe=recipe, state=LinearState(*[ones] * 3))
     path = adapter.path["grouped_linear"].split(", then ")
     context = "autocast" if bucket in ("2.20", "2.6") else "fp8_autocast"
     pads = ("Fp8Padding", "Fp8Unpadding") if bucket != "1.11" else ("pad by an index", "unpad by an index")
@@ -144,15 +141,15 @@ def test_the_path_names_recipe_context_and_padding(bucket):
         ("2.12", Recipe("nvfp4", four_over_six="weights"), "nvfp4_four_over_six"),
     ],
 )
-def test_what_a_release_lacks_is_said_and_done_by_ours(bucket, recipe, feature):
-    rows, weight, counts = number(128, 32, dtype=torch.bfloat16), number(1, 32, 32, dtype=torch.bfloat16), [128]
-    given = {"rows": rows, "weight": weight, "tokens_per_expert": torch.tensor(counts)}
-    alone, completed = Adapter(standin(bucket)), Adapter(standin(bucket), moe_ref)
+def test_a_recipe_that_a_release_lacks_is_named_and_computed_by_ours(bucket, recipe, feature):
+    rows, weight, counts = normal(128, 32, dtype=torch.bfloat16), normal(1, 32, 32, dtype=torch.bfloat16), [128]
+    arguments = {"rows": rows, "weight": weight, "tokens_per_expert": torch.tensor(counts)}
+    uncompleted, completed = Adapter(standin(bucket)), Adapter(standin(bucket), moe_ref)
     reason = f"grouped_linear under {recipe.scaling}: Transformer Engine lacks {feature}"
-    assert alone.supports("grouped_linear", **given, recipe=recipe) == reason
+    assert uncompleted.supports("grouped_linear", **arguments, recipe=recipe) == reason
     assert torch.equal(
-        completed.grouped_linear(*given.values(), recipe=recipe),
-        moe_ref.grouped_linear(*given.values(), recipe=recipe),
+        completed.grouped_linear(*arguments.values(), recipe=recipe),
+        moe_ref.grouped_linear(*arguments.values(), recipe=recipe),
     )
     assert completed.path["grouped_linear"] == f"ours: {reason}"
 
@@ -168,19 +165,19 @@ def test_a_device_without_the_units_is_asked_by_the_release_s_own_checks(module)
     refused = {x: f"{x} is refused: {reason}" for x in ("mxfp8", "nvfp4")}
     assert adapter.probes.refused == refused
     assert "autocast" not in te.calls
-    given = {"rows": number(32, 32), "weight": number(1, 32, 32), "tokens_per_expert": torch.tensor([32])}
-    assert adapter.supports("grouped_linear", **given, recipe=Recipe("mxfp8")) == refused["mxfp8"]
-    assert adapter.supports("grouped_linear", **given, recipe=Recipe("current")) is None
+    arguments = {"rows": normal(32, 32), "weight": normal(1, 32, 32), "tokens_per_expert": torch.tensor([32])}
+    assert adapter.supports("grouped_linear", **arguments, recipe=Recipe("mxfp8")) == refused["mxfp8"]
+    assert adapter.supports("grouped_linear", **arguments, recipe=Recipe("current")) is None
 
 
-def test_what_the_interface_cannot_say_is_declared():
+def test_a_rounded_bias_is_declared_and_noise_is_not_offered():
     adapter = Adapter(standin("2.20"))
-    given = {"rows": number(32, 32), "weight": number(1, 32, 32), "tokens_per_expert": torch.tensor([32])}
-    biased = adapter.supports("grouped_linear", **given, recipe=Recipe("current"), bias=number(1, 32))
+    arguments = {"rows": normal(32, 32), "weight": normal(1, 32, 32), "tokens_per_expert": torch.tensor([32])}
+    biased = adapter.supports("grouped_linear", **arguments, recipe=Recipe("current"), bias=normal(1, 32))
     assert biased == "grouped_linear of float32 with a bias under current: it rounds the bias to bfloat16"
     assert "noise" not in inspect.signature(adapter.grouped_linear).parameters  # its kernels draw their own
     out = [
-        adapter.grouped_linear(*given.values(), recipe=Recipe("current"), bias=bias)
-        for bias in (number(1, 32), number(1, 32).bfloat16().float())
+        adapter.grouped_linear(*arguments.values(), recipe=Recipe("current"), bias=bias)
+        for bias in (normal(1, 32), normal(1, 32).bfloat16().float())
     ]
     assert torch.equal(*out)

@@ -29,15 +29,15 @@ def test_a_release_completed_by_the_reference_is_wrong_in_known_cases_alone(buck
 
 def test_the_suite_finds_the_expert_that_is_chosen_twice_and_the_bias_that_destroys_weights():
     te = standin("2.20")
-    found = {"spread": set(), "bias": set()}
+    wrong_outputs = {"spread": set(), "bias": set()}
     for case, outcome in judged(Checked(te, Adapter(te)), ["topk_routing"]):
         if outcome.status == "FAIL":
-            found["bias" if case.bias else "spread"].add(outcome.finding["output"])
-    assert found == {"spread": {"routing_map"}, "bias": {"probs"}}
+            wrong_outputs["bias" if case.bias else "spread"].add(outcome.finding["output"])
+    assert wrong_outputs == {"spread": {"routing_map"}, "bias": {"probs"}}
 
 
 @pytest.mark.parametrize(
-    ("keys", "topk", "radix", "right"),
+    ("keys", "topk", "radix", "expected"),
     [
         ([1.0] * 8, 4, False, [0, 4, 2, 6]),
         ([1.0] * 8, 4, True, [0, 1, 2, 3]),
@@ -46,19 +46,16 @@ def test_the_suite_finds_the_expert_that_is_chosen_twice_and_the_bias_that_destr
         ([0.0] * 40, 3, False, [0, 32, 16]),
     ],
 )
-def test_the_stand_in_chooses_in_the_order_of_a_warps_lanes(keys, topk, radix, right):
-    assert best(torch.tensor([keys]), topk, radix)[0].tolist() == right
+def test_the_stand_in_chooses_in_the_order_of_a_warps_lanes(keys, topk, radix, expected):
+    assert best(torch.tensor([keys]), topk, radix)[0].tolist() == expected
 
 
 def test_experts_are_lists_where_a_release_writes_them():
-    for bucket, path in {
-        "2.12": "ours: Transformer Engine lacks fused_topk_indices",
-        "2.15": "fused_topk_with_score_function",
-    }.items():
+    for bucket, path in {"2.12": "ours: Transformer Engine lacks fused_topk_indices", "2.15": TOPK}.items():
         adapter = Adapter(standin(bucket), ours=moe_ref)
-        chosen, right = adapter.topk_indices(LOGITS, topk=2), moe_ref.topk_indices(LOGITS, topk=2)
+        chosen, expected = adapter.topk_indices(LOGITS, topk=2), moe_ref.topk_indices(LOGITS, topk=2)
         assert adapter.path["topk_indices"] == path
-        assert chosen.indices.tolist() == right.indices.tolist() and torch.equal(chosen.probs, right.probs)
+        assert chosen.indices.tolist() == expected.indices.tolist() and torch.equal(chosen.probs, expected.probs)
 
 
 def test_a_release_without_a_router_is_ours():
@@ -69,41 +66,32 @@ def test_a_release_without_a_router_is_ours():
     assert "topk_routing" not in Adapter(standin("2.1")).offered
 
 
-@pytest.mark.parametrize(
-    ("bucket", "function", "settings", "path"),
-    [
-        ("2.6", "topk_routing", {"topk": 2}, "logits in float32, then fused_topk_with_score_function"),
-        ("2.20", "topk_routing", {"topk": 2}, "fused_topk_with_score_function"),
-        ("2.6", "topk_routing", {"topk": 1, "score_function": "sqrtsoftplus"}, "ours: topk_routing by sqrtsoftplus"),
-        ("2.20", "topk_routing", {"topk": 1, "score_function": "sqrtsoftplus"}, "fused_topk_with_score_function"),
-        (
-            "2.20",
-            "topk_routing",
-            {"topk": 3, "num_groups": 2, "group_topk": 2},
-            "ours: topk_routing of topk 3 in 2 groups of 2 experts",
-        ),
-        (
-            "2.6",
-            "aux_loss_scores",
-            {"topk": 1, "score_function": "sigmoid"},
-            "ours: scores of topk 1 are not normalised",
-        ),
-        ("2.15", "aux_loss_scores", {"topk": 1, "score_function": "sigmoid"}, "fused_compute_score_for_moe_aux_loss"),
-        (
-            "2.20",
-            "aux_loss_scores",
-            {"topk": 1, "padding_mask": torch.tensor([True, False])},
-            "ours: it has no padding_mask",
-        ),
-    ],
+ONE_SIGMOID, ONE_SQUARE_ROOT = ({"topk": 1, "score_function": name} for name in ("sigmoid", "sqrtsoftplus"))
+GROUPED, MASKED = (
+    {"topk": 3, "num_groups": 2, "group_topk": 2},
+    {"topk": 1, "padding_mask": torch.tensor([True, False])},
 )
+TOPK, SCORES = "fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss"
+PATHS = [
+    ("2.6", "topk_routing", {"topk": 2}, f"logits in float32, then {TOPK}"),
+    ("2.20", "topk_routing", {"topk": 2}, TOPK),
+    ("2.6", "topk_routing", ONE_SQUARE_ROOT, "ours: topk_routing by sqrtsoftplus"),
+    ("2.20", "topk_routing", ONE_SQUARE_ROOT, TOPK),
+    ("2.20", "topk_routing", GROUPED, "ours: topk_routing of topk 3 in 2 groups of 2 experts"),
+    ("2.6", "aux_loss_scores", ONE_SIGMOID, "ours: scores of topk 1 are not normalised"),
+    ("2.15", "aux_loss_scores", ONE_SIGMOID, SCORES),
+    ("2.20", "aux_loss_scores", MASKED, "ours: it has no padding_mask"),
+]
+
+
+@pytest.mark.parametrize(("bucket", "function", "settings", "path"), PATHS)
 def test_what_a_release_lacks_is_ours_and_the_path_says_so(bucket, function, settings, path):
     adapter = Adapter(standin(bucket), ours=moe_ref)
     logits = LOGITS.bfloat16()
     result = getattr(adapter, function)(logits, **settings)
     assert adapter.path[function] == path
-    right = getattr(moe_ref, function)(logits, **settings)
-    assert all(x.dtype == y.dtype and torch.allclose(x, y) for x, y in zip(result, right, strict=True))
+    expected = getattr(moe_ref, function)(logits, **settings)
+    assert all(x.dtype == y.dtype and torch.allclose(x, y) for x, y in zip(result, expected, strict=True))
 
 
 def test_an_environment_variable_that_changes_the_kernels_is_in_the_path(monkeypatch):

@@ -47,5 +47,5 @@ def test_without_the_package_a_script_says_so(path, tmp_path):
     done = subprocess.run(
         [sys.executable, path], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}
     )
-    told = "This script needs transformer_engine and a GPU: no such package\n"
-    assert (done.stdout, done.stderr, done.returncode) == (told, "", 2)
+    sentence = "This script needs transformer_engine and a GPU: no such package\n"
+    assert (done.stdout, done.stderr, done.returncode) == (sentence, "", 2)

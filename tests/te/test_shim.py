@@ -1,7 +1,6 @@
 """Transformer Engine's names over our kernels: judged by the suite, used by Megatron unchanged."""
 
 import inspect
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -9,20 +8,14 @@ import torch
 
 from conformance.peers.te import Adapter
 from moe_fast.te import shim
-from tests.te.judging import judged, wrong
+from tests.peers import needs_megatron
+from tests.te.judging import judged, leaf, wrong
 from tests.te.standin import standin
 
 FUNCTIONS = ("permute", "unpermute", "sort_chunks", "topk_routing", "aux_loss_scores", "load_balancing_loss")
 MAP = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 1], [0, 0, 0], [1, 0, 1]], dtype=torch.bool)
 SHIM = SimpleNamespace(pytorch=SimpleNamespace(**vars(shim), router=shim))
 NAMES = [name for name, x in vars(shim).items() if name.startswith(("moe_", "fused_")) and inspect.isfunction(x)]
-needs_megatron = pytest.mark.skipif(
-    find_spec("megatron") is None, reason="megatron-core is not installed: pip install --no-deps megatron-core==0.16.1"
-)
-
-
-def number(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
 def test_the_suite_judges_the_shim_under_our_names():
@@ -41,28 +34,28 @@ def test_every_function_takes_the_parameters_of_the_newest_release_in_its_order(
     theirs = inspect.signature(getattr(te, name, None) or getattr(te.router, name)).parameters
     ours = inspect.signature(getattr(shim, name)).parameters
     # other forms of the map, and a histogram: no caller has to ask for them
-    later = ("routing_map_format", "topk_indices", "qb_histogram", "qb_bin_bounds", "qb_histogram_mode")
-    assert [*ours] == [x for x in theirs if x not in later]
+    unneeded = ("routing_map_format", "topk_indices", "qb_histogram", "qb_bin_bounds", "qb_histogram_mode")
+    assert [*ours] == [x for x in theirs if x not in unneeded]
     required = [x for x, p in theirs.items() if p.default is p.empty]
     assert {x for x, p in ours.items() if p.default is p.empty} <= {*required}
 
 
 def test_results_come_in_the_order_of_transformer_engine():
     te = standin("2.1").pytorch  # copies rows of probability 0, as the shim does
-    tokens, probs = number(5, 16), number(5, 3, seed=1)
-    for mine, right in zip(
+    tokens, probs = leaf(5, 16), leaf(5, 3, seed=1)
+    for mine, theirs in zip(
         shim.moe_permute_with_probs(tokens, probs, MAP, 7)[:2],
         te.moe_permute_with_probs(tokens, probs, MAP, 7)[:2],
         strict=True,
     ):
-        assert torch.equal(mine, right)
+        assert torch.equal(mine, theirs)
     newest = standin("2.20").pytorch
     mine = shim.moe_permute_and_pad_with_probs(tokens, probs, MAP, MAP.sum(0), 4)
-    right = newest.moe_permute_and_pad_with_probs(tokens, probs, MAP, MAP.sum(0), 4)
-    assert all(torch.equal(x, y) for i, (x, y) in enumerate(zip(mine, right, strict=True)) if i != 2)
+    theirs = newest.moe_permute_and_pad_with_probs(tokens, probs, MAP, MAP.sum(0), 4)
+    assert all(torch.equal(x, y) for i, (x, y) in enumerate(zip(mine, theirs, strict=True)) if i != 2)
     for offsets in (None, mine[3]):
         out = shim.moe_unpermute(mine[0], mine[2], probs, restore_shape=(5, 16), pad_offsets=offsets)
-        assert torch.allclose(out, newest.moe_unpermute(right[0], right[2], probs, (5, 16), pad_offsets=right[3]))
+        assert torch.allclose(out, newest.moe_unpermute(theirs[0], theirs[2], probs, (5, 16), pad_offsets=theirs[3]))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +71,7 @@ def test_results_come_in_the_order_of_transformer_engine():
 )
 def test_what_the_shim_lacks_is_refused_in_one_sentence(call, message):
     with pytest.raises(ValueError, match=message):
-        call(number(5, 16), MAP)
+        call(leaf(5, 16), MAP)
 
 
 @needs_megatron
@@ -91,7 +84,7 @@ def test_megatron_permutes_and_routes_by_the_shim_as_without_fusion(monkeypatch)
         monkeypatch.setattr(moe_utils, fused, getattr(shim, name), raising=False)
     results = {}
     for fused in (False, True):
-        logits, tokens = number(5, 4), number(5, 16, seed=1)
+        logits, tokens = leaf(5, 4), leaf(5, 16, seed=1)
         probs, routing_map = moe_utils.topk_routing_with_score_function(
             logits, 2, use_pre_softmax=True, score_function="softmax", fused=fused
         )

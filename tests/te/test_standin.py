@@ -13,52 +13,19 @@ from tests.te.standin.matrix import BEHAVIOUR, NEVER, SYMBOLS, parameters_of
 
 MAP = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 0], [0, 0, 1]], dtype=torch.bool)
 NEWER = [name for name in BUCKETS if name not in ("1.11", "2.1")]
-FIRST = {  # the first bucket with the feature
-    "permute": "2.1",
-    "permute_with_probs": "2.1",
-    "permute_and_pad": "2.12",
-    "unpermute": "2.1",
-    "unpermute_pad_offsets": "2.12",
-    "sort_chunks": "2.1",
-    "sort_chunks_with_probs": "2.1",
-    "padding": "2.1",
-    "unpadding": "2.1",
-    "fused_topk": "2.6",
-    "fused_topk_indices": "2.15",
-    "fused_scores": "2.6",
-    "fused_aux_loss": "2.6",
-    "unpermute_indices": "1.11",
-    "grouped_linear": "1.11",
-    "splits": "1.11",
-    "tensor_splits": "2.15",
-    "scaled_swiglu": "2.12",
-    "scaled_clamped_geglu": "2.15",
-    "scaled_srelu": "2.15",
-    **dict.fromkeys(("swiglu", "geglu", "reglu", "gelu_tanh", "relu"), "1.11"),
-    **dict.fromkeys(("quick_geglu", "quick_gelu", "squared_relu", "silu", "clamped_swiglu"), "2.6"),
-    "interleaved_swiglu": "2.12",
-    "clamped_swiglu_offset": "2.15",
-    "ops_grouped_linear": "2.12",
-    "ops_scale_bias": "2.15",
-    "ops_sequential": "1.11",
-    "fp8_dtype": "1.11",
-    "block_quantizer": "2.1",
-    "mxfp8_quantizer": "2.1",
-    "fp8_autocast": "1.11",
-    "scales": "1.11",
-    "autocast": "2.6",
-    "grouped_recipes": "2.1",
-    "delayed": "1.11",
-    "current": "2.1",
-    "block": "2.1",
-    "mxfp8": "2.1",
-    "quantizer_parameters": "2.1",
-    "nvfp4": "2.6",
-    "backward_override": "2.15",
-    "mxfp8_square": "2.19",
-    "nvfp4_row_scaled": "2.15",
-    "nvfp4_four_over_six": "2.15",
+SINCE = {  # the features of a bucket that the one before lacks
+    "1.11": """unpermute_indices grouped_linear splits swiglu geglu reglu gelu_tanh relu ops_sequential fp8_dtype
+               fp8_autocast scales delayed""",
+    "2.1": """permute permute_with_probs unpermute sort_chunks sort_chunks_with_probs padding unpadding block_quantizer
+              mxfp8_quantizer grouped_recipes current block mxfp8 quantizer_parameters""",
+    "2.6": """fused_topk fused_scores fused_aux_loss quick_geglu quick_gelu squared_relu silu clamped_swiglu autocast
+              nvfp4""",
+    "2.12": "permute_and_pad unpermute_pad_offsets scaled_swiglu interleaved_swiglu ops_grouped_linear",
+    "2.15": """fused_topk_indices tensor_splits scaled_clamped_geglu scaled_srelu clamped_swiglu_offset ops_scale_bias
+               backward_override nvfp4_row_scaled nvfp4_four_over_six""",
+    "2.19": "mxfp8_square",
 }
+FIRST = {feature: bucket for bucket, features in SINCE.items() for feature in features.split()}
 
 
 def test_every_feature_is_probed_in_every_release():
@@ -66,8 +33,8 @@ def test_every_feature_is_probed_in_every_release():
     for name in FEATURES:
         present = [Features(standin(bucket))[name] for bucket in buckets]
         first = buckets.index(FIRST[name]) if name in FIRST else len(buckets)
-        right = [bucket == "1.11" if name == "permute_indices" else i >= first for i, bucket in enumerate(buckets)]
-        assert present == right, name
+        expected = [bucket == "1.11" if name == "permute_indices" else i >= first for i, bucket in enumerate(buckets)]
+        assert present == expected, name
     assert Features(standin("rocm"))["splits_on_device"]
     assert not Features(standin("rocm"))["permute_and_pad"]
 
@@ -92,7 +59,7 @@ def test_a_signature_that_cannot_be_read_counts_as_missing():
     assert not usable(print, ("inp",))
     assert not usable(type("Odd", (), {"__call__": None})(), ())
     assert not usable(None, ())
-    assert usable(lambda inp, **more: inp, ("inp",))
+    assert usable(lambda inp, **settings: inp, ("inp",))
 
 
 def test_the_version_decides_nothing():
@@ -117,8 +84,8 @@ def test_a_stand_in_takes_the_parameters_of_its_release_alone(bucket):
     te = standin(bucket)
     for symbol, text in parameters_of(*BUCKETS[bucket]).items():
         call = te if symbol.startswith("common.") else te.pytorch
-        for part in symbol.split("."):
-            call = getattr(call, part)
+        for attribute in symbol.split("."):
+            call = getattr(call, attribute)
         parameters = inspect.signature(call).parameters
         assert len(parameters) == len([x for x in text.split(", ") if x not in ("", "*")])
         with pytest.raises(TypeError, match="unexpected keyword argument 'novel'"):
@@ -138,11 +105,11 @@ def test_the_row_id_map_has_the_layout_of_its_release():
     narrow = standin("2.1").pytorch.moe_permute(tokens, MAP, 5)[1]
     assert narrow.tolist() == [[0, 1, -1, -1], [-1, 2, -1, -1], [3, -1, -1, 4]]
     for bucket in NEWER:
-        wide = standin(bucket).pytorch.moe_permute(tokens, MAP, 5)[1]
-        assert (wide.dtype, wide.shape, wide[:, -1].tolist()) == (torch.int32, (4, 7), [2, 2, 0, 1])
-        assert (wide[0, :2].tolist(), wide[0, 3:5].tolist()) == ([3, 0], [2, 0])
-        assert (wide[1, :2].tolist(), wide[1, 3:5].tolist()) == ([2, 1], [1, 0])
-        assert (wide[3, :1].tolist(), wide[3, 3:4].tolist()) == ([4], [2])
+        row_id_map = standin(bucket).pytorch.moe_permute(tokens, MAP, 5)[1]
+        assert (row_id_map.dtype, row_id_map.shape, row_id_map[:, -1].tolist()) == (torch.int32, (4, 7), [2, 2, 0, 1])
+        assert (row_id_map[0, :2].tolist(), row_id_map[0, 3:5].tolist()) == ([3, 0], [2, 0])
+        assert (row_id_map[1, :2].tolist(), row_id_map[1, 3:5].tolist()) == ([2, 1], [1, 0])
+        assert (row_id_map[3, :1].tolist(), row_id_map[3, 3:4].tolist()) == ([4], [2])
 
 
 @pytest.mark.parametrize("bucket", ["2.1", *NEWER])
@@ -151,9 +118,9 @@ def test_sums_go_by_ascending_expert_before_2_6_and_by_descending_expert_since(b
     tokens = torch.zeros(1, 16, requires_grad=True)
     rows, row_id_map = te.moe_permute(tokens, ones, 3)
     large = torch.tensor([2.0**30, -(2.0**30), 1.0])[:, None].expand(3, 16)
-    right = 1.0 if bucket == "2.1" else 0.0  # 1 vanishes next to -2^30
-    assert te.moe_unpermute(large, row_id_map, restore_shape=tokens.shape)[0, 0] == right
-    assert torch.autograd.grad(rows, tokens, large)[0][0, 0] == right
+    expected = 1.0 if bucket == "2.1" else 0.0  # 1 vanishes next to -2^30
+    assert te.moe_unpermute(large, row_id_map, restore_shape=tokens.shape)[0, 0] == expected
+    assert torch.autograd.grad(rows, tokens, large)[0][0, 0] == expected
 
 
 @pytest.mark.parametrize("bucket", ["2.1", *NEWER])

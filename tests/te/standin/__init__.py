@@ -16,7 +16,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from tests.te.standin import padding
-from tests.te.standin.experts import Activations, Experts, signature_from
+from tests.te.standin.experts import Experts, activations, signature_from
 from tests.te.standin.indices import IndexPermutation
 from tests.te.standin.matrix import BUCKETS as BUCKETS
 from tests.te.standin.matrix import behaviour_of, parameters_of
@@ -52,7 +52,7 @@ def standin(bucket: str, without: Collection[str] = (), changed: Mapping[str, st
     permutation = Permutation(behaviour) if behaviour.mask_maps else IndexPermutation(behaviour)
     recipes = Recipes()
     experts = Experts(behaviour, all_parameters["GroupedLinear.forward"], recipes)
-    makers = (permutation, Router(behaviour), experts, padding, recipes, Quantisers(), Activations())
+    makers = (permutation, Router(behaviour), experts, padding, recipes, Quantisers(), activations(behaviour))
     for symbol, text in all_parameters.items():
         if symbol.rpartition(".")[2] in te.symbols:
             *modules, name = symbol.split(".")

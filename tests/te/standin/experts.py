@@ -1,6 +1,7 @@
 """Transformer Engine's grouped linear layer and scaled activations, computed by the reference."""
 
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,8 +34,24 @@ def _read_again(module: nn.Module, out: Tensor) -> Tensor:
     return out
 
 
-class GroupedLinear(nn.Module):
-    """y_i = x_i W_eᵀ + b_e: `weight0`, `bias0`, … and splits that sum to the rows."""
+class _Grouped(nn.Module):
+    """The parameters `weight0`, `bias0`, … of a layer, one per expert."""
+
+    def __init__(self, shape: tuple[int, int, int], bias: bool, **placed: Any) -> None:
+        super().__init__()
+        self.num_gemms, hidden, width = shape
+        self.has_bias = bias
+        for e in range(self.num_gemms):
+            self.register_parameter(f"weight{e}", nn.Parameter(torch.empty((width, hidden), **placed)))
+            if bias:
+                self.register_parameter(f"bias{e}", nn.Parameter(torch.empty(width, **placed)))
+
+    def _stacked(self, name: str) -> Tensor:
+        return torch.stack([getattr(self, f"{name}{e}") for e in range(self.num_gemms)])
+
+
+class GroupedLinear(_Grouped):
+    """y_i = x_i W_eᵀ + b_e, of splits that sum to the rows."""
 
     fp8_meta: dict[str, SimpleNamespace]
 
@@ -42,15 +59,9 @@ class GroupedLinear(nn.Module):
         self, behaviour: SimpleNamespace, parameters: str, recipes: Recipes, shape: tuple[int, int, int], bias: bool,
         **placed: Any,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(shape, bias, **placed)
         self.recipes, self.fp8_meta = recipes, {}
         self.behaviour, self.parameters_of_forward = behaviour, signature_from(parameters)
-        self.num_gemms, hidden, width = shape
-        for e in range(self.num_gemms):
-            self.register_parameter(f"weight{e}", nn.Parameter(torch.empty((width, hidden), **placed)))
-            if bias:
-                self.register_parameter(f"bias{e}", nn.Parameter(torch.empty(width, **placed)))
-        self.has_bias = bias
 
     def forward(self, *args: Any, **settings: Any) -> Tensor:
         """[rows, out] in the dtype of the rows."""
@@ -64,11 +75,11 @@ class GroupedLinear(nn.Module):
         counts = torch.as_tensor(splits, device=inp.device)
         if int(counts.sum()) != len(inp):
             raise ValueError(f"m_splits sum to {int(counts.sum())}; inp has {len(inp)} rows")
-        weight = torch.stack([getattr(self, f"weight{e}") for e in range(self.num_gemms)])
+        weight = self._stacked("weight")
         quantised = self._quantised(inp, weight, counts)
         if not self.has_bias:
             return moe_ref.grouped_linear(inp, weight, counts, **quantised)
-        bias = torch.stack([getattr(self, f"bias{e}") for e in range(self.num_gemms)])
+        bias = self._stacked("bias")
         if quantised and inp.dtype == torch.float32:
             bias = bias.bfloat16().float()
         if weight.requires_grad or self.behaviour.bias_gradient_alone:
@@ -104,21 +115,13 @@ class GroupedLinear(nn.Module):
                     self.fp8_meta[key].scale_inv = torch.ones(num_gemms * scales_per_expert)
 
 
-class _Operation(nn.Module):
+class _Operation(_Grouped):
     """A grouped linear layer of the operation fuser. Splits, and the bias' scales, are inputs."""
 
     def __init__(self, shape: tuple[int, int, int], bias: bool, scale_bias: bool, **placed: Any) -> None:
-        super().__init__()
-        num_groups, hidden, width = shape
-        self.num_groups, self.has_bias, self.scaled = num_groups, bias, bias and scale_bias
+        super().__init__(shape, bias, **placed)
+        self.scaled = bias and scale_bias
         self.num_extra_inputs = 2 if self.scaled else 1
-        for e in range(num_groups):
-            self.register_parameter(f"weight{e}", nn.Parameter(torch.empty((width, hidden), **placed)))
-            if bias:
-                self.register_parameter(f"bias{e}", nn.Parameter(torch.empty(width, **placed)))
-
-    def _stacked(self, name: str) -> Tensor:
-        return torch.stack([getattr(self, f"{name}{e}") for e in range(self.num_groups)])
 
     def forward(self, x: Tensor, splits: Tensor, scales: Tensor | None = None) -> Tensor:
         """The product and the bias; bias times scale is rounded before it is added."""
@@ -148,78 +151,52 @@ class _Sequential(nn.Module):
         return x
 
 
-class _Scaled(nn.Module):
-    """An operation of two inputs: the tensor, and a scale per row, rounded to its dtype first."""
+class _Activation(nn.Module):
+    """An operation of a tensor, or of that and a scale per row, which is rounded to its dtype."""
 
-    num_extra_inputs = 1
-
-    def __init__(self, function: Any, **settings: Any) -> None:
+    def __init__(self, function: Callable[..., Tensor], settings: dict[str, Any], is_scaled: bool) -> None:
         super().__init__()
-        self.function, self.settings = function, settings
+        self.function, self.settings, self.num_extra_inputs = function, settings, int(is_scaled)
 
-    def forward(self, x: Tensor, scales: Tensor) -> Tensor:
-        out: Tensor = self.function(x, probs=scales.to(x.dtype), **self.settings)
-        return out
-
-
-class _Plain(nn.Module):
-    """An operation of one input."""
-
-    def __init__(self, function: Any, **settings: Any) -> None:
-        super().__init__()
-        self.function, self.settings = function, settings
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *scales: Tensor) -> Tensor:
         """In the dtype of x."""
-        out: Tensor = self.function(x, **self.settings)
-        return out
+        probs = {"probs": scales[0].to(x.dtype)} if scales else {}
+        return self.function(x, **self.settings, **probs)
 
 
-class Activations:
-    """Operations without a scale."""
+ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {  # the reference's function of each operation
+    "SwiGLU": (moe_ref.glu, {}),
+    "ClampedSwiGLU": (moe_ref.glu, {"kind": "quick_geglu", "offset": 1.0}),
+    "GEGLU": (moe_ref.glu, {"kind": "geglu"}),
+    "QGEGLU": (moe_ref.glu, {"kind": "quick_geglu"}),
+    "ReGLU": (moe_ref.glu, {"kind": "reglu"}),
+    "SiLU": (moe_ref.activation, {"kind": "silu"}),
+    "GELU": (moe_ref.activation, {"kind": "gelu_tanh"}),
+    "QGELU": (moe_ref.activation, {"kind": "quick_gelu"}),
+    "ReLU": (moe_ref.activation, {"kind": "relu"}),
+    "SReLU": (moe_ref.activation, {"kind": "squared_relu"}),
+    "ScaledSwiGLU": (moe_ref.glu, {}),
+    "ScaledClampedQGeGLU": (moe_ref.glu, {"kind": "quick_geglu", "offset": 1.0}),
+    "ScaledSReLU": (moe_ref.activation, {"kind": "squared_relu"}),
+}
 
-    def SwiGLU(self, glu_interleave_size: int | None = None) -> _Plain:
-        """a σ(a) b."""
-        return _Plain(moe_ref.glu, interleave=glu_interleave_size)
 
-    def ClampedSwiGLU(
-        self, limit: float, alpha: float, glu_linear_offset: float = 1.0, glu_interleave_size: int | None = None
-    ) -> _Plain:
-        """min(a, limit) σ(alpha a) (clamp(b, ±limit) + offset)."""
-        gate = {"kind": "quick_geglu", "offset": glu_linear_offset, "clamp": limit, "alpha": alpha}
-        return _Plain(moe_ref.glu, interleave=glu_interleave_size, **gate)
+def activations(behaviour: SimpleNamespace) -> SimpleNamespace:
+    """The operations of one release by name, with the newest names of their options."""
 
-    def GEGLU(self) -> _Plain:
-        """gelu(a) b, by tanh."""
-        return _Plain(moe_ref.glu, kind="geglu")
+    def constructor(name: str) -> Callable[..., _Activation]:
+        function, settings = ACTIVATIONS[name]
+        is_scaled = name.startswith("Scaled")
+        rounding = {"round_before_probs": not behaviour.rounds_once} if is_scaled else {}
 
-    def QGEGLU(self) -> _Plain:
-        """a σ(1.702 a) b."""
-        return _Plain(moe_ref.glu, kind="quick_geglu")
+        def operation(glu_interleave_size=None, limit=None, alpha=None, glu_linear_offset=None):
+            options = {"interleave": glu_interleave_size, "clamp": limit, "alpha": alpha, "offset": glu_linear_offset}
+            passed = {option: value for option, value in options.items() if value is not None}
+            return _Activation(function, settings | rounding | passed, is_scaled)
 
-    def ReGLU(self) -> _Plain:
-        """relu(a) b."""
-        return _Plain(moe_ref.glu, kind="reglu")
+        return operation
 
-    def SiLU(self) -> _Plain:
-        """x σ(x)."""
-        return _Plain(moe_ref.activation, kind="silu")
-
-    def GELU(self) -> _Plain:
-        """gelu(x), by tanh."""
-        return _Plain(moe_ref.activation, kind="gelu_tanh")
-
-    def QGELU(self) -> _Plain:
-        """x σ(1.702 x)."""
-        return _Plain(moe_ref.activation, kind="quick_gelu")
-
-    def ReLU(self) -> _Plain:
-        """max(x, 0)."""
-        return _Plain(moe_ref.activation, kind="relu")
-
-    def SReLU(self) -> _Plain:
-        """max(x, 0)²."""
-        return _Plain(moe_ref.activation, kind="squared_relu")
+    return SimpleNamespace(**{name: constructor(name) for name in ACTIVATIONS})
 
 
 class Experts:
@@ -227,7 +204,6 @@ class Experts:
 
     def __init__(self, behaviour: SimpleNamespace, forward: str, recipes: Recipes) -> None:
         self.behaviour, self.forward_parameters, self.recipes = behaviour, forward, recipes
-        self.twice = {"round_before_probs": not behaviour.rounds_once}
 
     def GroupedLinear(
         self, num_gemms: int, in_features: int, out_features: int, bias: bool, params_dtype: Any, device: Any
@@ -253,16 +229,3 @@ class Experts:
     def ops_Sequential(self, *args: nn.Module) -> _Sequential:
         """The container."""
         return _Sequential(*args)
-
-    def ScaledSwiGLU(self, glu_interleave_size: int | None) -> _Scaled:
-        """(a σ(a) b) · scale."""
-        return _Scaled(moe_ref.glu, interleave=glu_interleave_size, **self.twice)
-
-    def ScaledClampedQGeGLU(self, glu_interleave_size: int | None, limit: float, alpha: float) -> _Scaled:
-        """min(a, limit) σ(alpha a) (clamp(b, ±limit) + 1) · scale."""
-        gate = {"kind": "quick_geglu", "offset": 1.0, "clamp": limit, "alpha": alpha}
-        return _Scaled(moe_ref.glu, interleave=glu_interleave_size, **gate, **self.twice)
-
-    def ScaledSReLU(self) -> _Scaled:
-        """relu(x)² · scale."""
-        return _Scaled(moe_ref.activation, kind="squared_relu", **self.twice)

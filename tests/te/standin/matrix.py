@@ -23,7 +23,8 @@ class Row:
 _TOPK = "logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias"
 _GROUPED = "num_gemms, in_features, out_features, bias=True, params_dtype=None, device='cuda'"
 _SINGLE = "delay_wgrad_compute=False, save_original_input=False, single_grouped_weight=False, single_grouped_bias=False"
-_CACHED, _CLAMPED = "*, cache_quantized_input=False", "limit=7.0, alpha=1.702"
+_CACHE, _CLAMPED = "cache_quantized_input=False", "limit=7.0, alpha=1.702"
+_CACHED = f"*, {_CACHE}"
 _RECOMPUTE = "activation_recompute_in_mlp=False"
 _FORWARD = "inp: Tensor, m_splits: list[int], is_first_microbatch=None"
 _CHUNKS = "split_sizes, sorted_index"
@@ -40,7 +41,22 @@ _OPS_GROUPED = (
     "rng_state_tracker_function=None, accumulate_into_main_grad=False"
 )
 _OPS_SINGLE = "single_grouped_weight=False, single_grouped_bias=False, delay_wgrad_compute=False"
+_UNPERMUTE = "inp, row_id_map, merging_probs=None, restore_shape=None, map_type='mask', probs=None"
+_EITHER_SPLITS = _FORWARD.replace("list[int]", "list[int] | Tensor")
+_BLOCK_QUANTIZER = "amax_epsilon=0.0, force_pow_2_scales=True, block_scaling_dim=2"
+_MXFP8_QUANTIZER = "fp8_dtype, *, rowwise=True, columnwise=True"
+_INTERLEAVE, _OFFSET = "glu_interleave_size=None", "glu_linear_offset=1.0"
+_ROW_SCALED = f"{_NVFP4}, row_scaled_activation=False"
+_FOUR_OVER_SIX = "nvfp4_4over6='none', nvfp4_4over6_e4m3_use_256='all', nvfp4_4over6_err_mode='MAE'"
+_TOPK_INDICES = f"{_TOPK}, routing_map_format='bytemap', topk_indices=None"
+_HISTOGRAM = "qb_histogram=None, qb_bin_bounds=None, qb_histogram_mode=None"
+_SCORES, _LOSS = "logits, topk, score_function", "probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff"
 
+_BLOCKWISE = "tensor.float8_blockwise_tensor.Float8BlockQuantizer"
+_MXFP8 = "tensor.mxfp8_tensor.MXFP8Quantizer"
+_FUSED_TOPK = "router.fused_topk_with_score_function"
+_FUSED_SCORES = "router.fused_compute_score_for_moe_aux_loss"
+_FUSED_LOSS = "router.fused_moe_aux_loss"
 SYMBOLS = (
     Row("moe_permute", (1, 11), "inp, indices, num_out_tokens=-1, max_token_num=-1"),
     Row("moe_permute", (2, 1), "inp, routing_map, num_out_tokens=-1, max_token_num=-1, map_type='mask'"),
@@ -49,16 +65,8 @@ SYMBOLS = (
     Row("moe_permute_with_probs", (2, 15), "inp, probs, routing_map, num_out_tokens"),
     Row("moe_permute_and_pad_with_probs", (2, 12), _PERMUTE_AND_PAD),
     Row("moe_unpermute", (1, 11), "inp, row_id_map, probs=None"),
-    Row(
-        "moe_unpermute",
-        (2, 1),
-        "inp, row_id_map, merging_probs=None, restore_shape=None, map_type='mask', probs=None",
-    ),
-    Row(
-        "moe_unpermute",
-        (2, 12),
-        "inp, row_id_map, merging_probs=None, restore_shape=None, map_type='mask', probs=None, pad_offsets=None",
-    ),
+    Row("moe_unpermute", (2, 1), _UNPERMUTE),
+    Row("moe_unpermute", (2, 12), f"{_UNPERMUTE}, pad_offsets=None"),
     Row("moe_sort_chunks_by_index", (2, 1), f"inp, {_CHUNKS}"),
     Row("moe_sort_chunks_by_index_with_probs", (2, 1), f"inp, probs, {_CHUNKS}"),
     Row("Fp8Padding", (1, 11), "num_gemms"),
@@ -72,24 +80,12 @@ SYMBOLS = (
     Row("GroupedLinear", (2, 19), f"{_GROUPED}, {_SINGLE}, use_grouped_tensor=None"),
     Row("GroupedLinear.forward", (1, 11), _FORWARD),
     Row("GroupedLinear.forward", (2, 1), f"{_FORWARD}, m_splits_tensor=None", rocm=True),
-    Row("GroupedLinear.forward", (2, 17), _FORWARD.replace("list[int]", "list[int] | Tensor")),
-    Row(
-        "GroupedLinear.forward",
-        (2, 18),
-        _FORWARD.replace("list[int]", "list[int] | Tensor") + ", out=None, dgrad_out=None",
-    ),
+    Row("GroupedLinear.forward", (2, 17), _EITHER_SPLITS),
+    Row("GroupedLinear.forward", (2, 18), f"{_EITHER_SPLITS}, out=None, dgrad_out=None"),
     Row("fp8.get_fp8_te_dtype", (1, 11), "fp8_recipe, fprop_tensor=True"),
-    Row(
-        "tensor.float8_blockwise_tensor.Float8BlockQuantizer",
-        (2, 3),
-        "fp8_dtype, *, rowwise, columnwise, amax_epsilon=0.0, force_pow_2_scales=True, block_scaling_dim=2",
-    ),
-    Row("tensor.mxfp8_tensor.MXFP8Quantizer", (2, 1), "fp8_dtype, *, rowwise=True, columnwise=True"),
-    Row(
-        "tensor.mxfp8_tensor.MXFP8Quantizer",
-        (2, 19),
-        "fp8_dtype, *, rowwise=True, columnwise=True, with_2d_quantization=False",
-    ),
+    Row(_BLOCKWISE, (2, 3), f"fp8_dtype, *, rowwise, columnwise, {_BLOCK_QUANTIZER}"),
+    Row(_MXFP8, (2, 1), _MXFP8_QUANTIZER),
+    Row(_MXFP8, (2, 19), f"{_MXFP8_QUANTIZER}, with_2d_quantization=False"),
     Row("ops.GroupedLinear", (2, 13), _OPS_GROUPED),
     Row("ops.GroupedLinear", (2, 14), f"{_OPS_GROUPED}, {_OPS_SINGLE}"),
     Row("ops.GroupedLinear", (2, 15), f"{_OPS_GROUPED}, {_OPS_SINGLE}, scale_bias=False"),
@@ -111,52 +107,26 @@ SYMBOLS = (
     Row("common.recipe.MXFP8BlockScaling", (2, 19), f"margin=0, fp8_format=None, {_OVERRIDE}, {_SQUARE}"),
     Row("common.recipe.NVFP4BlockScaling", (2, 8), _NVFP4),
     Row("common.recipe.NVFP4BlockScaling", (2, 15), f"{_NVFP4}, {_OVERRIDE}"),
-    Row("common.recipe.NVFP4BlockScaling", (2, 16), f"{_NVFP4}, row_scaled_activation=False, {_OVERRIDE}"),
-    Row(
-        "common.recipe.NVFP4BlockScaling",
-        (2, 17),
-        f"{_NVFP4}, row_scaled_activation=False, nvfp4_4over6='none', nvfp4_4over6_e4m3_use_256='all', "
-        f"nvfp4_4over6_err_mode='MAE', {_OVERRIDE}",
-    ),
-    Row("ops.ScaledSwiGLU", (2, 13), "glu_interleave_size=None"),
-    Row("ops.ScaledSwiGLU", (2, 17), f"glu_interleave_size=None, *, {_RECOMPUTE}"),
-    Row("ops.ScaledClampedQGeGLU", (2, 15), "glu_interleave_size=None, *, limit=7.0, alpha=1.702"),
-    Row(
-        "ops.ScaledClampedQGeGLU",
-        (2, 17),
-        f"glu_interleave_size=None, *, {_RECOMPUTE}, limit=7.0, alpha=1.702, glu_linear_offset=1.0",
-    ),
+    Row("common.recipe.NVFP4BlockScaling", (2, 16), f"{_ROW_SCALED}, {_OVERRIDE}"),
+    Row("common.recipe.NVFP4BlockScaling", (2, 17), f"{_ROW_SCALED}, {_FOUR_OVER_SIX}, {_OVERRIDE}"),
+    Row("ops.ScaledSwiGLU", (2, 13), _INTERLEAVE),
+    Row("ops.ScaledSwiGLU", (2, 17), f"{_INTERLEAVE}, *, {_RECOMPUTE}"),
+    Row("ops.ScaledClampedQGeGLU", (2, 15), f"{_INTERLEAVE}, *, {_CLAMPED}"),
+    Row("ops.ScaledClampedQGeGLU", (2, 17), f"{_INTERLEAVE}, *, {_RECOMPUTE}, {_CLAMPED}, {_OFFSET}"),
     Row("ops.ScaledSReLU", (2, 17), f"*, {_RECOMPUTE}"),
     *(Row(f"ops.{name}", (1, 13), _CACHED) for name in ("SwiGLU", "GEGLU", "ReGLU", "GELU", "ReLU")),
     *(Row(f"ops.{name}", (2, 8), _CACHED) for name in ("QGEGLU", "QGELU", "SReLU", "SiLU")),
     Row("ops.SwiGLU", (2, 13), f"{_CACHED}, glu_interleave_size=None"),
     Row("ops.ClampedSwiGLU", (2, 9), f"*, {_CLAMPED}, cache_quantized_input=False"),
-    Row("ops.ClampedSwiGLU", (2, 13), f"*, {_CLAMPED}, cache_quantized_input=False, glu_interleave_size=None"),
-    Row(
-        "ops.ClampedSwiGLU",
-        (2, 17),
-        f"*, {_CLAMPED}, glu_linear_offset=1.0, cache_quantized_input=False, glu_interleave_size=None",
-    ),
-    Row("router.fused_topk_with_score_function", (2, 6), _TOPK),
-    Row("router.fused_topk_with_score_function", (2, 17), f"{_TOPK}, routing_map_format='bytemap'"),
-    Row("router.fused_topk_with_score_function", (2, 18), f"{_TOPK}, routing_map_format='bytemap', topk_indices=None"),
-    Row(
-        "router.fused_topk_with_score_function",
-        (2, 20),
-        f"{_TOPK}, routing_map_format='bytemap', topk_indices=None, "
-        "qb_histogram=None, qb_bin_bounds=None, qb_histogram_mode=None",
-    ),
-    Row("router.fused_compute_score_for_moe_aux_loss", (2, 6), "logits, topk, score_function"),
-    Row(
-        "router.fused_compute_score_for_moe_aux_loss",
-        (2, 17),
-        "logits, topk, score_function, routing_map_format='bytemap'",
-    ),
-    Row(
-        "router.fused_moe_aux_loss",
-        (2, 6),
-        "probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff",
-    ),
+    Row("ops.ClampedSwiGLU", (2, 13), f"*, {_CLAMPED}, {_CACHE}, glu_interleave_size=None"),
+    Row("ops.ClampedSwiGLU", (2, 17), f"*, {_CLAMPED}, {_OFFSET}, {_CACHE}, {_INTERLEAVE}"),
+    Row(_FUSED_TOPK, (2, 6), _TOPK),
+    Row(_FUSED_TOPK, (2, 17), f"{_TOPK}, routing_map_format='bytemap'"),
+    Row(_FUSED_TOPK, (2, 18), _TOPK_INDICES),
+    Row(_FUSED_TOPK, (2, 20), f"{_TOPK_INDICES}, {_HISTOGRAM}"),
+    Row(_FUSED_SCORES, (2, 6), _SCORES),
+    Row(_FUSED_SCORES, (2, 17), f"{_SCORES}, routing_map_format='bytemap'"),
+    Row(_FUSED_LOSS, (2, 6), _LOSS),
 )
 
 NEVER = (99, 0)

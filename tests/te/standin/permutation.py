@@ -59,13 +59,8 @@ def entries(row_id_map: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int]:
     experts = (row_id_map.shape[1] - 1) // 2
     columns = torch.arange(experts, device=row_id_map.device)
     token, slot = (columns < row_id_map[:, -1:]).nonzero(as_tuple=True)
-    return (
-        token,
-        row_id_map[token, experts + slot].long(),
-        row_id_map[token, slot].long(),
-        len(row_id_map),
-        experts,
-    )
+    expert, row = row_id_map[token, experts + slot].long(), row_id_map[token, slot].long()
+    return token, expert, row, len(row_id_map), experts
 
 
 class _Permute(torch.autograd.Function):
@@ -194,15 +189,8 @@ class Permutation:
         return out, row_probs, self._map(cells), offsets, padded
 
     def moe_unpermute(
-        self,
-        inp: Tensor,
-        row_id_map: Tensor,
-        merging_probs: Tensor | None = None,
-        restore_shape: Any = None,
-        map_type: str = "mask",
-        probs: Tensor | None = None,
-        pad_offsets: Tensor | None = None,
-    ) -> Tensor:
+        self, inp, row_id_map, merging_probs=None, restore_shape=None, map_type="mask", probs=None, pad_offsets=None
+    ):
         """[N,H]: sums in float32, by ascending expert before 2.6 and by descending expert since."""
         merging = merging_probs if probs is None else probs
         if inp.numel() == 0:

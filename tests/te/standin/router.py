@@ -46,17 +46,9 @@ class Router:
         self.behaviour = behaviour
 
     def fused_topk_with_score_function(
-        self,
-        logits: Tensor,
-        topk: int,
-        use_pre_softmax: bool,
-        num_groups: int | None,
-        group_topk: int | None,
-        scaling_factor: float | None,
-        score_function: str,
-        expert_bias: Tensor | None,
-        topk_indices: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        self, logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias,
+        topk_indices=None,
+    ):  # fmt: skip
         """(probs [N,E] in the logits' dtype, routing_map [N,E] bool, or topk_indices if given)."""
         x = self._read(logits, score_function)
         scores = x if score_function == "softmax" and not use_pre_softmax else SCORES[score_function](x)
@@ -89,15 +81,7 @@ class Router:
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, index, True)
         return chosen, scores if self.behaviour.float32_router else round_to(scores, logits.dtype)
 
-    def fused_moe_aux_loss(
-        self,
-        probs: Tensor,
-        tokens_per_expert: Tensor,
-        total_num_tokens: int | Tensor,
-        num_experts: int,
-        topk: int,
-        coeff: float,
-    ) -> Tensor:
+    def fused_moe_aux_loss(self, probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff):
         """coeff · E / (K N²) · Σ_j tokens_per_expert[j] · Σ_t probs[t, j]."""
         if not isinstance(total_num_tokens, int) and not self.behaviour.tensor_total:
             raise TypeError(f"total_num_tokens is of {type(total_num_tokens).__name__}; it must be an int")
