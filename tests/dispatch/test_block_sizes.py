@@ -1,4 +1,4 @@
-"""Sizes of blocks do not show in the results of a dispatcher."""
+"""The results of a dispatcher do not depend on the block sizes of its kernels."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +42,7 @@ def ill_conditioned(function: str) -> DispatchCase:
     [("COLLECTIVES", moe_fast), ("SYMMETRIC", symmetric)],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_sizes_of_blocks_do_not_show(name, namespace):
+def test_results_do_not_depend_on_block_sizes(name, namespace):
     with Pool(ChildOptions(f"tests.honest.retuned:{name}", "cpu")) as pool:
         pool.start()
         outcomes = {
@@ -67,7 +67,7 @@ def showing() -> SimpleNamespace:
     )
 
 
-def test_sizes_of_blocks_that_show_are_found(one_rank):
+def test_results_that_depend_on_block_sizes_are_found(one_rank):
     case = two_ranks("hybridep_combine", counts=(4,), values="dyadic")
     honest, dependent = (
         evaluate(case, Implementation(namespace), rank=one_rank) for namespace in (retuned(symmetric), showing())

@@ -1,4 +1,4 @@
-"""Counts on the host: a copy of the call's counts; only its first read waits."""
+"""The host's copy of the counts of a dispatch: the host waits when it first reads the copy."""
 
 from types import SimpleNamespace
 from typing import Any

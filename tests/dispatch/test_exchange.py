@@ -1,4 +1,4 @@
-"""What travels between ranks as bytes comes back as it was."""
+"""Tensors that travel between ranks as bytes come back with the same bits."""
 
 import pytest
 import torch

@@ -21,7 +21,7 @@ def test_both_results_and_both_gradients_come_back():
     assert torch.equal(x.grad, torch.full((4,), 5.0))
 
 
-def test_what_is_local_is_launched_first():
+def test_local_work_is_launched_before_the_exchange():
     order = []
     beside(lambda: order.append("local"), lambda: order.append("exchange"), torch.device("cpu"))
     assert order == ["local", "exchange"]

@@ -1,5 +1,7 @@
-"""Rows that travel as codes and scales: quantised before they are sent or where they arrive, the
-bits are the same; and the kernels make them.
+"""Rows that travel as codes and scales.
+
+A token that is quantised before it is sent has the bits of a row that is quantised where it
+arrives, in the reference and in the kernels.
 """
 
 from dataclasses import replace
@@ -162,7 +164,7 @@ def test_kernels_send_rows_of_any_width_and_dtype(dtype, hidden, monkeypatch):
     assert differing_parts(world, RECIPES["powers of two"], 4, 40, got) == []
 
 
-def test_kernels_send_what_is_no_number():
+def test_kernels_send_nan_and_infinities():
     world = of(4, 2, torch.float32)
     for local in world.tokens:
         local[::2, ::3] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 1e-40]).repeat(9)[
@@ -197,7 +199,7 @@ def test_an_amax_that_did_not_travel_is_not_known():
 
 
 @pytest.mark.parametrize("defect", ["the scale of another row", "padding without scales", "codes of another scale"])
-def test_a_defect_is_noticed(defect):
+def test_a_wrong_scale_or_code_differs_from_the_reference(defect):
     world, recipe = of(3, 2), RECIPES["any scale"]
     got, _ = sent_by_kernels(world, recipe, 4, 40, True)
     assert differing_parts(world, recipe, 4, 40, got) == []

@@ -1,4 +1,4 @@
-"""Dispatchers whose sizes are given or bounded wait for no count; the twins, without, read them."""
+"""A dispatcher that is called with a number of rows reads no count; without, it does."""
 
 from dataclasses import replace
 from typing import Any

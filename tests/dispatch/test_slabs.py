@@ -1,5 +1,7 @@
-"""Memory that all ranks address: it stays where it was when more is needed, waits as long as it
-says, and is refused where multicast is on.
+"""Memory that all ranks of a group address.
+
+When more is needed, the memory in use stays where it is, because a CUDA graph may have captured its
+address. A barrier waits for ten minutes, and multicast memory is refused.
 """
 
 import gc
@@ -47,7 +49,7 @@ def dispatched(slab: Slab, seed: int) -> bool:
     )
 
 
-def test_what_a_graph_has_captured_stays_when_more_room_is_needed(group):
+def test_memory_that_a_graph_has_captured_stays_when_more_is_needed(group):
     slab = slab_for(group[0], CPU, Room(1, 2, 4, 8))
     assert dispatched(slab, 1)
     larger = slab_for(group[0], CPU, Room(1, 2, 9, 8))
@@ -60,7 +62,7 @@ def test_what_a_graph_has_captured_stays_when_more_room_is_needed(group):
     assert slab_for(group[0], CPU, Room(1, 1, 5, 4)) is larger
 
 
-def test_all_of_it_ends_with_the_group(group):
+def test_the_memory_of_a_group_is_freed_with_the_group(group):
     first, second = (slab_for(group[0], CPU, Room(1, 1, rows, 8)) for rows in (2, 5))
     weak_slabs = [ref(first), ref(second)]
     del first, second
@@ -69,7 +71,7 @@ def test_all_of_it_ends_with_the_group(group):
     assert [weak() for weak in weak_slabs] == [None, None]
 
 
-def test_what_is_left_behind_is_no_more_than_what_is_used():
+def test_outgrown_memory_is_no_larger_than_the_memory_in_use():
     rooms = [Room(2, 4, 1, 16)]
     for rows in range(2, 700):
         wanted = Room(2, 4, rows, 16)
@@ -121,7 +123,7 @@ def meet(
     return slabs._nvlink(group, CPU, Room(1, 2, 4, 8)), waited
 
 
-def test_the_barrier_waits_as_long_as_it_is_said_to(group, monkeypatch):
+def test_the_barrier_waits_for_ten_minutes(group, monkeypatch):
     slab, waited = meet(monkeypatch, group[0])
     slab.barrier()
     assert waited == [{"channel": 0, "timeout_ms": BARRIER_MS}]

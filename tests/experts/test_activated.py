@@ -70,6 +70,6 @@ def test_which_activations_are_quantised_at_once(on_a_hopper):
     assert not taken(recipe=Recipe("mxfp8")) and not taken(recipe=Recipe("current"))
 
 
-def test_another_device(on_a_hopper, monkeypatch):
+def test_no_activation_is_quantised_at_once_on_another_device(on_a_hopper, monkeypatch):
     monkeypatch.setattr(activated, "is_hopper", lambda device: False)
     assert not taken()

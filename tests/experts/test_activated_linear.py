@@ -1,4 +1,4 @@
-"""Which tokens the activated product of a Hopper gathers; the gate on one judges its results."""
+"""Which tokens the activated product gathers on a Hopper. The gate there judges the results."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def gathers(tokens=TOKENS, num_rows=ROWS, of=None, bias=None, probs=PROBS, **set
     return can_gather_activated(tokens, num_rows, weight() if of is None else of, bias, probs, activation)
 
 
-def test_whole_lines_without_a_gradient(on_a_hopper):
+def test_tokens_in_whole_lines_without_a_gradient_are_gathered(on_a_hopper):
     assert gathers() and gathers(bias=torch.zeros(2, 96)) and gathers(of=weight(MOST_GATHERED))
     assert not gathers(TOKENS[:, 8:]) and not gathers(TOKENS.float()) and not gathers(TOKENS[:0])
     assert not gathers(num_rows=0) and not gathers(of=weight(MOST_GATHERED + 16)) and not gathers(of=weight(44))
@@ -42,7 +42,7 @@ def test_whole_lines_without_a_gradient(on_a_hopper):
 
 
 @pytest.mark.parametrize("name", ["tokens", "of", "bias", "probs"])
-def test_what_needs_a_gradient_keeps_its_rows(name, on_a_hopper):
+def test_rows_are_written_where_an_input_needs_a_gradient(name, on_a_hopper):
     inputs = {"tokens": TOKENS, "of": weight(), "bias": torch.zeros(2, 96), "probs": PROBS}
     wanted = inputs | {name: inputs[name].clone().requires_grad_()}
     assert gathers(**inputs) and not gathers(**wanted)
@@ -50,6 +50,6 @@ def test_what_needs_a_gradient_keeps_its_rows(name, on_a_hopper):
         assert gathers(**wanted)
 
 
-def test_another_device(on_a_hopper, monkeypatch):
+def test_no_token_is_gathered_on_another_device(on_a_hopper, monkeypatch):
     monkeypatch.setattr(activated_linear, "is_hopper", lambda device: False)
     assert not gathers()

@@ -73,7 +73,7 @@ SETTINGS: list[tuple[dict[str, Any], list[tuple[bool, bool]]]] = [
 
 
 @pytest.mark.parametrize(("settings", "forms"), SETTINGS, ids=str)
-def test_no_bit_changes(settings, forms, monkeypatch):
+def test_quantising_the_activation_where_it_is_computed_changes_no_bit(settings, forms, monkeypatch):
     assert agree(monkeypatch, **settings) == forms
 
 

@@ -1,4 +1,4 @@
-"""More rows of an expert than 15 bits count, and calls around the end of a class of sizes."""
+"""Cases with more than 2¹⁵ rows of an expert, and with sizes around the limit of a tuning class."""
 
 import pytest
 
@@ -41,5 +41,5 @@ def test_a_plan_that_is_kept_for_a_class_of_sizes_is_wrong_for_one_of_three_call
 
 
 @pytest.mark.parametrize("function", ["glu", "grouped_linear", "grouped_mlp"])
-def test_an_interpreter_has_neither(function):
+def test_an_interpreter_has_no_case_of_many_rows_or_of_a_class_of_sizes(function):
     assert many_rows(scope_of(function, CPU)) == around_a_class(scope_of(function, CPU)) == []

@@ -36,7 +36,7 @@ def test_a_stage_that_saturates_is_found(defect):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_each_kind_of_row_is_there(function):
+def test_cases_have_rows_that_overflow_rows_that_depend_on_them_and_others(function):
     """Some results are past the largest number, some depend on a stage that is, some on none."""
     spoilt, unspoilt, infinite = 0, 0, 0
     for case in overflowing(function):

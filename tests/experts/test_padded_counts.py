@@ -1,4 +1,4 @@
-"""Illegal counts that padding makes legal must show all the same."""
+"""Illegal counts must raise an error, or give NaN, even where padding would make them legal."""
 
 from typing import Any
 

@@ -69,7 +69,7 @@ def test_every_product_has_one_in_each_precision_and_all_are_run():
 @pytest.mark.parametrize(
     ("lacking", "remaining"), [("recipe", [("", 0)]), ("noise", [("", 0), ("current", 0), ("block", 0), ("nvfp4", 1)])]
 )
-def test_what_is_not_accepted_is_left_out(lacking, remaining):
+def test_settings_that_an_implementation_lacks_have_no_case(lacking, remaining):
     for function in FUNCTIONS:
         cases = ratio_cases(scope_of(function, Space(without={function: frozenset({lacking})})))
         assert [(case.scaling, case.variant) for case in cases] == remaining

@@ -1,4 +1,4 @@
-"""Experts whose rows are not saved for the backward, but made again."""
+"""Experts that recompute their rows in the backward pass instead of saving them."""
 
 from functools import partial
 from typing import Any

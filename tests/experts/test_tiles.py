@@ -38,7 +38,7 @@ def reached(function: str) -> Counter[Any]:
 
 
 @pytest.mark.parametrize("function", ["grouped_linear", "grouped_dgrad", "grouped_wgrad"])
-def test_products_of_rows_and_of_codes_have_many(function):
+def test_products_of_rows_and_of_codes_have_cases_with_tall_tiles(function):
     counts, wanted = reached(function), function == "grouped_linear"
     for dtype in (torch.bfloat16, torch.float16):
         assert counts[dtype, 0, wanted]
@@ -46,11 +46,11 @@ def test_products_of_rows_and_of_codes_have_many(function):
 
 
 @pytest.mark.parametrize("function", ["grouped_mlp", "shared_experts"])
-def test_layers_have_many_with_and_without_gradients(function):
+def test_layers_have_cases_with_tall_tiles_with_and_without_gradients(function):
     counts = reached(function)
     assert counts[torch.bfloat16, 0, True] and counts[torch.bfloat16, 0, False] and counts[torch.float16, 0, False]
 
 
-def test_few_rows_reach_none():
+def test_few_rows_reach_no_tile_of_a_descriptor():
     scope = scope_of("grouped_linear", SPACE)
     assert GPU.grouped.tile(scope.case({"tokens": 9, "experts": 4}).tokens, 4, 2).rows != hopper.MATMUL_ROWS

@@ -70,5 +70,5 @@ def test_experts_of_few_rows_have_several_waves_of_small_tiles(function):
 
 
 @pytest.mark.parametrize("function", [*PRODUCTS, "grouped_mlp"])
-def test_an_interpreter_has_none(function):
+def test_an_interpreter_has_no_case_of_several_waves(function):
     assert cases_of(function, CPU) == []

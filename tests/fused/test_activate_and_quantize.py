@@ -138,9 +138,9 @@ def in_float64(quantizer: Any, **declared: Any) -> SimpleNamespace:
     ungated = built(moe_ref.activation, moe_ref.activation_backward, quantizer)
 
     def reading(name: str) -> Callable[..., Tensor]:
-        def read(quantized: InDtype, **settings: Any) -> Tensor:
-            value: Tensor = getattr(quantizer, name)(quantized.made, **settings)
-            return value.to(quantized.dtype) if name == "dequantize" else value
+        def read(result: InDtype, **form: Any) -> Tensor:
+            value: Tensor = getattr(quantizer, name)(result.quantized, **form)
+            return value.to(result.dtype) if name == "dequantize" else value
 
         return read
 

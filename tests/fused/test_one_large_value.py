@@ -1,4 +1,4 @@
-"""Activations whose largest value one feature alone has, in each part of a kernel's loop."""
+"""Activations with one largest value, which stands in each part of a kernel's loop in turn."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def place_of_the_largest(case):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(("device", "sizes"), [("cpu", INTERPRETER), ("cuda", GPU)])
-def test_it_stands_in_several_steps_and_programs(function, device, sizes):
+def test_the_largest_value_stands_in_several_steps_and_programs(function, device, sizes):
     cases, walk = peaks(function, device), sizes.activate_quantize.groups
     places = [place_of_the_largest(case) for case in cases]
     assert places[0] == 0 and places[-1] == cases[-1].width - 1

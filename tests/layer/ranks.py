@@ -1,4 +1,4 @@
-"""Functions called on ranks of their own: processes that gloo joins."""
+"""Calls a function on several ranks, which are processes joined by gloo."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -213,7 +213,7 @@ def test_over_shared_memory_rows_are_the_same(group):
         assert_close(a, b)
 
 
-def test_shared_memory_is_hybrideps_alone(group):
+def test_shared_memory_is_refused_with_another_dispatcher_than_hybridep(group):
     (layer,) = layers(group, None, shared_memory=True)
     layer.config = replace(layer.config, dispatcher="alltoall")
     with pytest.raises(ValueError, match="shared_memory is True; it must be False with alltoall"):

@@ -1,4 +1,4 @@
-"""A layer's call like one before it runs no check; any other call is checked in full."""
+"""A call of the layer like an earlier one skips the checks; any other call is checked in full."""
 
 from dataclasses import replace
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The layer in two parts, its router and what follows: the bits of the whole layer."""
+"""`route` and then `run_experts` give the bits of the whole layer."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ CASES = [{}, EVERYTHING, {"delay_wgrad": True}, {"recipe": Recipe("delayed", ama
 
 @interpreted
 @pytest.mark.parametrize("options", CASES, ids=["plain", "everything", "later", "delayed"])
-def test_the_whole_is_the_second_part_of_the_first(options):
+def test_routing_and_then_running_the_experts_is_the_whole_layer(options):
     assert not differ(trained(layer(**options), True), trained(layer(**options), False))
 
 
@@ -63,7 +63,7 @@ class Twice(MoELayer):
 
 @interpreted
 @pytest.mark.parametrize("kind", [Detached, Twice])
-def test_parts_that_are_not_the_whole_are_found(kind):
+def test_a_second_part_that_detaches_or_routes_again_is_found(kind):
     assert differ(trained(layer(kind), True), trained(layer(kind), False))
 
 

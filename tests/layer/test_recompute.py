@@ -58,7 +58,7 @@ PERMUTED = ("permute", ("permute", "moe_act"))
 
 @pytest.mark.parametrize("recompute", ["moe_act", "moe", PERMUTED[1]], ids=str)
 @pytest.mark.parametrize("options", [{}, EVERYTHING, {"recipe": Recipe("current")}], ids=str)
-def test_no_bit_changes(recompute, options):
+def test_recomputation_changes_no_bit(recompute, options):
     pairs = zip(trained(layer(None, **options)), trained(layer(recompute, **options)), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
@@ -98,7 +98,7 @@ def of_ranks(group: Any, rank: int) -> int:
     return agreeing
 
 
-def test_no_bit_changes_over_ranks(tmp_path):
+def test_recomputation_changes_no_bit_over_ranks(tmp_path):
     assert on_ranks(2, of_ranks, tmp_path) == [len(DISPATCHERS)] * 2
 
 
@@ -189,7 +189,7 @@ def keeps_nothing(**options) -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, Recipe("current")], ids=str)
-def test_less_is_kept(recipe):
+def test_recomputation_saves_fewer_bytes(recipe):
     if recipe is None:
         keeps_no_activation()
     keeps_nothing(recipe=recipe)
@@ -261,6 +261,6 @@ def test_a_layer_that_keeps_its_rows_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize("recompute", ["", "experts", ("moe", "permute")])
-def test_other_names_are_refused(recompute):
+def test_an_unknown_way_of_recomputing_is_refused(recompute):
     with pytest.raises(ValueError, match="recompute is"):
         layer(recompute)

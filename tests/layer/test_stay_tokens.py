@@ -103,12 +103,12 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_no_bit_changes(settings, monkeypatch):
+def test_experts_that_gather_tokens_have_the_bits_of_experts_that_read_rows(settings, monkeypatch):
     agree(monkeypatch, **settings)
 
 
 @pytest.mark.parametrize("activation_written", [True, False])
-def test_a_layer_that_is_computed_again(activation_written, monkeypatch):
+def test_a_layer_that_gathers_tokens_is_recomputed_to_the_same_bits(activation_written, monkeypatch):
     monkeypatch.setattr(token_rows, "can_gather", lambda tokens, recipe: True)
     forms = [] if activation_written else as_on_a_hopper(monkeypatch)
     gradients = []
@@ -148,7 +148,7 @@ def test_a_gradient_of_other_tokens_is_found(monkeypatch):
     [{"align": 16}, {"probs_on_input": True}, {"recipe": Recipe("current")}, {"recipe": None}],
     ids=str,
 )
-def test_where_rows_are_written(options, monkeypatch):
+def test_rows_are_written_where_no_kernel_can_gather_them(options, monkeypatch):
     monkeypatch.setattr(token_rows, "can_gather", lambda tokens, recipe: True)
     config = LayerConfig(router=RouterConfig(num_experts=EXPERTS, topk=TOPK), **({"recipe": BLOCK} | options))
     p = moe_fast.MoELayer(config, HIDDEN, WIDTH).layer_parameters

@@ -1,4 +1,4 @@
-"""A setting that other arguments imply is left out in every third case, where it has a default."""
+"""Every third case leaves out an optional setting that the other arguments imply."""
 
 import pytest
 

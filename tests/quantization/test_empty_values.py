@@ -1,4 +1,4 @@
-"""Values of every kind may be of no rows: a drawn case has none once in a while."""
+"""Values of every kind can be made without rows, because some drawn cases have no tokens."""
 
 import pytest
 

@@ -81,7 +81,7 @@ def test_which_tokens_are_gathered(monkeypatch):
 
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("for_products", [False, True])
-def test_what_it_is_launched_with(for_products, square, monkeypatch):
+def test_the_kernel_is_launched_for_both_directions_of_two_byte_blocks_alone(for_products, square, monkeypatch):
     """Blocks of 128 that span rows of two-byte numbers, with the arguments of the other kernel."""
     launched = []
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)

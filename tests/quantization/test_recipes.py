@@ -150,7 +150,7 @@ def test_a_configuration_names_a_recipe(options, recipe):
     assert recipe_of(configured(**options)) == recipe
 
 
-def test_a_custom_recipe_has_no_description():
+def test_a_custom_recipe_is_refused():
     with pytest.raises(ValueError, match="fp8_recipe is 'custom'"):
         recipe_of(configured(fp8="e4m3", fp8_recipe="custom"))
 

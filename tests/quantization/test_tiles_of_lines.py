@@ -1,4 +1,4 @@
-"""Rows of whole lines, in groups and past the last, which a GPU has kernels of its own for."""
+"""Cases with rows of whole 16-byte lines, for which a GPU has special kernels."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What several test modules of this folder use: moe config."""
+"""Makes an MoEConfig of a base configuration and changes to it."""
 
 from moe_ref.config import MoEConfig
 from moe_ref.config.megatron import settings as moe
