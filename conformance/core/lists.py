@@ -164,11 +164,8 @@ class Table(Axis):
         return tuple(entry for row in rows for entry in row)
 
     def wrong(self, value: Any) -> str:
-        return (
-            ""
-            if value == self.default or _has_whole_numbers(value, self.least)
-            else f"a list of integers ≥ {self.least}"
-        )
+        is_legal = value == self.default or _has_whole_numbers(value, self.least)
+        return "" if is_legal else f"a list of integers ≥ {self.least}"
 
     def fits(self, case: Any) -> str | None:
         flat = getattr(case, self.name)

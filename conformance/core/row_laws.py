@@ -55,12 +55,8 @@ def any_of_equals(expected: dict[str, Expectation]) -> dict[str, Expectation]:
 
 def _batch_concat(trial: Trial) -> Finding | None:
     """The same tokens with others after them: each token keeps its results."""
-    return _judged(
-        trial,
-        "batch_concat",
-        lambda x, dim: torch.cat([x, x.flip(dim)], dim),
-        lambda x, dim: x.narrow(dim, 0, trial.case.tokens),
-    )
+    first_tokens: Change = lambda x, dim: x.narrow(dim, 0, trial.case.tokens)  # noqa: E731
+    return _judged(trial, "batch_concat", lambda x, dim: torch.cat([x, x.flip(dim)], dim), first_tokens)
 
 
 def reversal(name: str, letter: str, applies: Callable[[Any], bool]) -> Law:

@@ -89,9 +89,8 @@ class Scope:
         named = [a.argument for a in self.axes if a.argument and getattr(case, a.name) != a.default]
         input_arguments = [x.argument for x in self.signature.inputs if x.optional and x.given(case)]
         producer_arguments = [x.name for x in self.signature.made_from if x.optional and x.given(case)]
-        return all(self.accepts(argument) for argument in (*named, *input_arguments, *case.arguments())) and all(
-            self.space.accepts(self.signature.producer, argument) for argument in producer_arguments
-        )
+        is_accepted = all(map(self.accepts, (*named, *input_arguments, *case.arguments())))
+        return is_accepted and all(self.space.accepts(self.signature.producer, x) for x in producer_arguments)
 
     def refused(self, case: Case) -> str | None:
         """Why the case is illegal on every implementation, or None."""
@@ -329,10 +328,9 @@ class Scope:
         optional_inputs: Changes = {}
         for x in self.signature.inputs:
             if x.optional in axes_by_name:
-                values = (changes[x.optional] for changes in axes_by_name[x.optional].covered(self.signature))
-                optional_inputs[x.optional] = next(
-                    (value for value in values if value), axes_by_name[x.optional].default
-                )
+                axis = axes_by_name[x.optional]
+                values = (changes[x.optional] for changes in axis.covered(self.signature))
+                optional_inputs[x.optional] = next(filter(None, values), axis.default)
         case = self.mended(self.case(optional_inputs | fields))
         grads = fields.get("grads", self.signature.all_gradients(case))
         return self.mended(case.changed(grads=grads))

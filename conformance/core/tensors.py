@@ -20,36 +20,18 @@ STRANGE = ("special", "edges", "every")  # styles with NaN and infinities
 WIDER = 16  # columns that a matrix has beside its slice, so that rows stay as well aligned
 SHARED = ("expanded", "overlapping")  # layouts whose elements share memory, so that their values change
 WIDE_LAYOUTS = ("wide_rows", "wide_columns", "wide_depth")
-BITS = {
-    torch.float32: 12,
-    torch.float16: 11,
-    torch.bfloat16: 8,
-    torch.float64: 26,  # more bits than float32 holds; a product with a probability is still exact
-}  # the bits of a payload's integer, without its sign
+# The bits of a payload's integer, without its sign. Float64 has more of them than float32 holds,
+# and its product with a probability is still exact.
+BITS = {torch.float32: 12, torch.float16: 11, torch.bfloat16: 8, torch.float64: 26}
 PROB_BITS = {torch.float32: 10, torch.float16: 10, torch.bfloat16: 7, torch.float64: 26}
-DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        "float32",
-        "bfloat16",
-        "float16",
-        "float64",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float8_e8m0fnu",
-        "uint8",
-        "bool",
-        "int32",
-        "int64",
-    )
-}
+FLOATS = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+DTYPES = {name: getattr(torch, name) for name in (*FLOATS, "uint8", "bool", "int32", "int64")}
 
 
 def hashed(seed: int, name: str, count: int) -> np.ndarray:
     """`count` 32-bit hashes of (seed, name, position), by the finaliser of MurmurHash3."""
-    x = np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(
-        (zlib.crc32(name.encode()) ^ (seed * 0x85EBCA6B)) & 0xFFFFFFFF
-    )
+    start = np.uint32((zlib.crc32(name.encode()) ^ (seed * 0x85EBCA6B)) & 0xFFFFFFFF)
+    x = np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B1) + start
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
     return x ^ (x >> np.uint32(16))

@@ -64,11 +64,8 @@ class Term:
     @property
     def text(self) -> str:
         written = [value or repr("") for value in self.values]
-        return (
-            f"{self.name} in ({', '.join(written)})"
-            if self.operator == "in"
-            else self.name + self.operator + written[0]
-        )
+        is_list = self.operator == "in"
+        return f"{self.name} in ({', '.join(written)})" if is_list else self.name + self.operator + written[0]
 
     def holds(self, value: Any) -> bool:
         """Whether the comparison is true of this value of the field."""

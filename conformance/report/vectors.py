@@ -34,20 +34,9 @@ from conformance.usage import UsageError, check_known
 
 FORMAT = 1  # incremented when a reader of the files must change
 # as safetensors calls them
-NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+NAMES = {torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32"}
+NAMES |= {torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
+NAMES |= {torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 PLAIN = (bool, int, str, type(None))
 
 

@@ -103,11 +103,10 @@ class Runner:
                     delay(placed)
                 if forbid_sync:
                     torch.cuda.set_sync_debug_mode("error")
-                outputs = (
-                    made(manner, lambda: self._call(problem, placed, opaque, manner))
-                    if replay is None
-                    else self._captured(problem, replay, placed, opaque)
-                )
+                if replay is None:
+                    outputs = made(manner, lambda: self._call(problem, placed, opaque, manner))
+                else:
+                    outputs = self._captured(problem, replay, placed, opaque)
             finally:
                 if forbid_sync:
                     torch.cuda.set_sync_debug_mode("default")
@@ -231,10 +230,8 @@ class Runner:
         """The opaque inputs, from the implementation's own producer, whose rows must be right."""
         assert problem.producer is not None
         producer = problem.producer
-        inputs = {
-            name: self._laid_out(problem, name, self._on_device(x))
-            for name, x in (producer.required | producer.settings).items()
-        }
+        passed = producer.required | producer.settings
+        inputs = {name: self._laid_out(problem, name, self._on_device(x)) for name, x in passed.items()}
         arguments = [inputs[name] for name in producer.required]
         settings = {name: inputs[name] for name in producer.settings}
         try:

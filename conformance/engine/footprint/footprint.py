@@ -51,11 +51,8 @@ class Footprints:
             }
             for name, entries in self.functions.items()
         }
-        return {
-            "conditions": self.conditions,
-            "parts": [f"{label} {value}" for label, value in pairs],
-            "functions": functions,
-        }
+        parts = [f"{label} {value}" for label, value in pairs]
+        return {"conditions": self.conditions, "parts": parts, "functions": functions}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Footprints":

@@ -20,13 +20,6 @@ class Failure:
     file: str = ""  # the file of the saved case; begins with NOT_SAVED if there is none
 
     def record(self) -> dict[str, Any]:
-        return {
-            "id": self.case.id,
-            "case": self.case.record(),
-            "function": self.case.function,
-            "found_in": self.found_in,
-            "attempts": self.attempts,
-            "smallest": self.smallest,
-            "error": self.error,
-            "file": self.file,
-        } | asdict(self.outcome)
+        case = {"id": self.case.id, "case": self.case.record(), "function": self.case.function}
+        names = ("found_in", "attempts", "smallest", "error", "file")
+        return case | {name: getattr(self, name) for name in names} | asdict(self.outcome)

@@ -37,19 +37,15 @@ def merged(runs: Iterable[Configurations]) -> Configurations:
     out: Configurations = {}
     for configurations in runs:
         for name, record in configurations.items():
-            earlier = out.get(name, {"judged": 0, "launched": 0})
-            counts = {key: earlier[key] + record[key] for key in ("judged", "launched")}
-            out[name] = record | counts
+            earlier = out.get(name, {})
+            out[name] = record | {key: earlier.get(key, 0) + record[key] for key in ("judged", "launched")}
     return dict(sorted(out.items()))
 
 
 def unjudged(records: Configurations) -> list[str]:
     """The configurations that were launched in no judged case, as text."""
-    return [
-        f"{record['kernel']} ({', '.join(filter(None, (record['constants'], record['options'])))})"
-        for record in records.values()
-        if not record["judged"]
-    ]
+    never = [record for record in records.values() if not record["judged"]]
+    return [f"{x['kernel']} ({', '.join(filter(None, (x['constants'], x['options'])))})" for x in never]
 
 
 def by_kernel(records: Configurations) -> dict[str, tuple[int, int, int]]:

@@ -67,19 +67,13 @@ def under(
         "the device": f"{description['device_name']} {description['ranks']} {description.get('memory', '')}",
         "the versions": str(sorted(description["versions"].items())),
     }
-    texts_by_function: dict[str, list[str]] = {}
-    for case in corpus:
-        texts_by_function.setdefault(case.function, []).append(case.text)
-    waived: dict[str, list[str]] = {}
-    for waiver in waivers:
-        waived.setdefault(waiver.function, []).append(waiver.name)
-    functions = {
-        name: entries
-        | {f"{name} (kept cases)": digest(*sorted(texts_by_function.get(name, [])))}
-        | {f"{name} (waivers)": digest(*sorted(waived.get(name, [])))}
-        | {f"{name} (scope)": digest(description.get("functions", {}).get(name, {}).get("scope", ""))}
-        for name, entries in footprints.functions.items()
-    }
+    functions, cases, all_waivers = {}, list(corpus), list(waivers)
+    for name, entries in footprints.functions.items():
+        texts = sorted(case.text for case in cases if case.function == name)
+        waived = sorted(waiver.name for waiver in all_waivers if waiver.function == name)
+        scope = description.get("functions", {}).get(name, {}).get("scope", "")
+        parts = {"kept cases": texts, "waivers": waived, "scope": [scope]}
+        functions[name] = entries | {f"{name} ({label})": digest(*values) for label, values in parts.items()}
     return Footprints(footprints.conditions | conditions, functions)
 
 

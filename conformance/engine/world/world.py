@@ -231,15 +231,11 @@ class World:
         worst, outcome = min(outcomes, key=lambda pair: (WORST_FIRST.index(pair[1].status), pair[0].rank))
         # after a failure, only the inputs that both ranks have generated are compared
         first = members[0].seen
-        differing_ranks = [
-            member.rank
-            for member in members
-            if any(map(ne, member.seen, first)) or (not failed and len(member.seen) != len(first))
-        ]
-        if differing_ranks:
-            differing = f"rank {differing_ranks[0]} made other inputs of the case than rank 0"
-            reason = f"{differing}: all ranks must run the same suite"
-            return replace(outcome, status="ERROR", reason=reason, finding=None)
+        for member in members:
+            if any(map(ne, member.seen, first)) or (not failed and len(member.seen) != len(first)):
+                differing = f"rank {member.rank} made other inputs of the case than rank 0"
+                reason = f"{differing}: all ranks must run the same suite"
+                return replace(outcome, status="ERROR", reason=reason, finding=None)
         different = [member.rank for member, rank_outcome in outcomes if rank_outcome.status != outcome.status]
         if outcome.status in ("NOT_OFFERED", "DECLARED_UNSUPPORTED") and different:
             message = f"{outcome.reason}, says rank {worst.rank} of {len(members)}; rank {different[0]} disagrees"
