@@ -14,7 +14,7 @@ from moe_fast.experts.delayed import delaying
 from moe_fast.experts.mlp import run_again
 from moe_fast.layer.call import Call
 from moe_fast.layer.configured import arguments_of, check_world
-from moe_fast.layer.layer import after_router, moe_layer, routed_by, sum_over
+from moe_fast.layer.layer import after_router, moe_layer, ranks_of, routed_by
 from moe_fast.layer.scaling import ScaledGroupedLinear
 from moe_fast.layer.weights import GroupedLinear, KeepsDtypes
 from moe_fast.router.route import finish_batch
@@ -23,12 +23,10 @@ from moe_ref.config import (
     LayerConfig,
     LayerParameters,
     MoEConfig,
-    RankGroup,
     Recipe,
     RouteOutput,
     RouterConfig,
     RouterLosses,
-    RouterRanks,
     RouterState,
     check_expert_split,
     check_recompute,
@@ -292,16 +290,18 @@ class MoELayer(nn.Module):
         """(output, router's state, losses, whether rows were dropped). It depends on its arguments
         alone, so that it may run again without counting a token twice.
         """
-        settings |= self._settings(training) | {"training": training, "padding_mask": padding_mask}
+        settings |= self._settings(training)
+        settings["training"], settings["padding_mask"] = training, padding_mask
         with self._delaying():
             out = moe_layer(x_TH, LayerParameters(*parameters), self.config, **settings)  # type: ignore[arg-type]
         return out.output, out.routed.state, out.routed.losses, self._dropped(out.dispatched)
 
     def _settings(self, training: bool) -> dict[str, Any]:
         """The settings of everything that follows the router."""
-        recompute = None if self.recompute == "moe" else self.recompute
-        settings = {"group": self.group, "recompute": recompute} | self._scales(training)
-        settings |= {"shared_memory": self.shared_memory, "overlap_shared": self.overlap_shared}
+        settings = self._scales(training)
+        settings["recompute"] = None if self.recompute == "moe" else self.recompute
+        settings["group"], settings["shared_memory"] = self.group, self.shared_memory
+        settings["overlap_shared"] = self.overlap_shared
         if self.overlap_wgrad and not torch.compiler.is_compiling():
             settings["in_dispatch_backward"] = self._compute_dw
         return settings
@@ -351,8 +351,7 @@ class MoELayer(nn.Module):
         """
         for linear in self.experts.scaled:
             linear.update_scales()
-        group = self.group
-        ranks = RouterRanks() if group is None else _ranks(group)
+        ranks = ranks_of(self.group)
         self.router.keep(finish_batch(self.router.state, self.config.router, frozen=frozen, ranks=ranks))
 
 
@@ -365,7 +364,3 @@ def _flat(x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None
         )
         padding_mask = padding_mask.reshape(-1)
     return x.reshape(-1, x.shape[-1]), padding_mask, x.shape[1] if x.dim() == 3 else 1
-
-
-def _ranks(group: Any) -> RouterRanks:
-    return RouterRanks(tp_dp_cp=RankGroup(dist.get_world_size(group), lambda x: sum_over(x, group)))
