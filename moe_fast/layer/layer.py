@@ -196,7 +196,12 @@ def ranks_of(group: Any) -> RouterRanks:
     """The ranks whose tokens count in the global loss and for the expert bias."""
     if group is None:
         return RouterRanks()
-    return RouterRanks(tp_dp_cp=RankGroup(dist.get_world_size(group), lambda x_N: counts_of_all(x_N, group).sum(0)))
+    return RouterRanks(tp_dp_cp=RankGroup(dist.get_world_size(group), lambda x_N: sum_over(x_N, group)))
+
+
+def sum_over(x_N: Tensor, group: Any) -> Tensor:
+    """The sum of integers over the ranks; every rank gets it."""
+    return counts_of_all(x_N, group).sum(0)
 
 
 def _shared(x_TH: Tensor, call: Call) -> Tensor | None:

@@ -14,7 +14,7 @@ from moe_fast.experts.delayed import delaying
 from moe_fast.experts.mlp import run_again
 from moe_fast.layer.call import Call
 from moe_fast.layer.configured import arguments_of, check_world
-from moe_fast.layer.layer import after_router, moe_layer, ranks_of, routed_by
+from moe_fast.layer.layer import after_router, moe_layer, routed_by, sum_over
 from moe_fast.layer.scaling import ScaledGroupedLinear
 from moe_fast.layer.weights import GroupedLinear, KeepsDtypes
 from moe_fast.router.route import finish_batch
@@ -23,10 +23,12 @@ from moe_ref.config import (
     LayerConfig,
     LayerParameters,
     MoEConfig,
+    RankGroup,
     Recipe,
     RouteOutput,
     RouterConfig,
     RouterLosses,
+    RouterRanks,
     RouterState,
     check_expert_split,
     check_recompute,
@@ -351,7 +353,8 @@ class MoELayer(nn.Module):
         """
         for linear in self.experts.scaled:
             linear.update_scales()
-        ranks = ranks_of(self.group)
+        group = self.group
+        ranks = RouterRanks() if group is None else _ranks(group)
         self.router.keep(finish_batch(self.router.state, self.config.router, frozen=frozen, ranks=ranks))
 
 
@@ -364,3 +367,7 @@ def _flat(x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None
         )
         padding_mask = padding_mask.reshape(-1)
     return x.reshape(-1, x.shape[-1]), padding_mask, x.shape[1] if x.dim() == 3 else 1
+
+
+def _ranks(group: Any) -> RouterRanks:
+    return RouterRanks(tp_dp_cp=RankGroup(dist.get_world_size(group), lambda x: sum_over(x, group)))
