@@ -8,7 +8,7 @@ Read `permutation.row_map` first (where each token's rows are), then `permutatio
 stands by itself: `selection`, `balancing`, `capacity` and `gating` are the parts of `route`.
 `quantization.quantized` defines codes and scales, which `quantize` computes with `group_scales` and
 `nvfp4`. `experts.segments` and `linear` multiply each expert's rows, `scaled_linear` in low
-precision; `mlp` and `shared` combine them. `fused` quantises in the launch of the stage before, and
+precision; `mlp` combines them. `fused` quantises in the launch of the stage before, and
 `dispatch` brings rows to other ranks. `layer` joins the stages, as a function and as a module;
 `parameters` names, cuts and converts its weights in checkpoints.
 

@@ -21,7 +21,7 @@ from moe_fast.dispatch import wire
 from moe_fast.dispatch.exchange import check_combined, counts_of_all, size_and_rank
 from moe_fast.dispatch.slabs import Room, Slab, slab_for, transport_of
 from moe_fast.dispatch.steps import FREE, Handle, Programs, Transfer, advance, collect, resend, run, run_with, send
-from moe_fast.launch.autograd import once_differentiable
+from moe_fast.launch.autograd import mark_constant, once_differentiable
 from moe_fast.launch.backend import check_device
 from moe_fast.quantization.quantized import codes, dequantize, scales
 from moe_ref.config import (
@@ -216,13 +216,7 @@ class _Place(torch.autograd.Function):
         ctx.handle, ctx.most = handle, most
         source = tokens.new_empty(()).expand(handle.own_rows, tokens.shape[1])  # it takes no memory
         moved = None if row_probs is None else row_probs.view_as(row_probs)
-        ctx.mark_non_differentiable(
-            *(
-                x
-                for x, needed in zip((source, moved), ctx.needs_input_grad, strict=False)
-                if x is not None and not needed
-            )
-        )
+        mark_constant(ctx, source, moved)
         return source, moved
 
     @staticmethod

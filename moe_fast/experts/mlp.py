@@ -178,13 +178,18 @@ def shared_experts(
     settings = checked_settings(
         kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, fp8_input_store=fp8_input_store
     )
-    check_shared_experts(x_TH, fc1_weight_FH, fc2_weight_HF, gate_weight, kind, interleave)
-    check_pairs(state, noise)
+    _check_shared(x_TH, fc1_weight_FH, fc2_weight_HF, gate_weight, kind, interleave, state=state, noise=noise)
     pairs = zip(state or (None, None), noise or (None, None), strict=True)
     fc1, fc2 = (partial(linear, recipe=recipe, state=s, noise=n) for s, n in pairs)
     act = partial(activated, settings=settings, fp8_input_store=fp8_input_store)
     run, inputs = partial(_shared, fc1, fc2, act), (x_TH, fc1_weight_FH, fc2_weight_HF, gate_weight)
     return run_again(run, *inputs) if recompute else run(*inputs)
+
+
+@unless_known
+def _check_shared(x_TH: Tensor, *arguments: Any, state: Any, noise: Any) -> None:
+    check_shared_experts(x_TH, *arguments)
+    check_pairs(state, noise)
 
 
 def _shared(
@@ -201,9 +206,14 @@ def checked_settings(
     interleave: int | None = None, round_before_probs: bool = False, fp8_input_store: bool = False,
 ) -> Settings:  # fmt: skip
     """The settings of `glu` or of `activation`, whichever function has that kind."""
-    check_kind(kind, offset, clamp, alpha, interleave)
-    check_input_store(fp8_input_store, kind)
+    _check_activation(kind, fp8_input_store, offset, clamp, alpha, interleave)
     return Settings(kind, kind in GATED, round_before_probs, offset, clamp, alpha, interleave)
+
+
+@unless_known
+def _check_activation(kind: str, fp8_input_store: bool, *options: Any) -> None:
+    check_kind(kind, *options)
+    check_input_store(fp8_input_store, kind)
 
 
 def first_tile(

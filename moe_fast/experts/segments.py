@@ -222,7 +222,10 @@ def have_descriptors(*tensors: Tensor) -> bool:
     """Whether descriptors can move tiles of these tensors and end with an expert's rows: see
     `expert_slices`.
     """
-    return descriptors.have_descriptors(*tensors) and all(len(tensor) <= SEGMENT_ROWS for tensor in tensors)
+    for tensor in tensors:
+        if len(tensor) > SEGMENT_ROWS:
+            return False
+    return descriptors.have_descriptors(*tensors)
 
 
 def expert_slices(rows_PC: Tensor, block: list[int]) -> TensorDescriptor:

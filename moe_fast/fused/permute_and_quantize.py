@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_fast.fused import _permute_and_quantize as kernels
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION
-from moe_fast.launch.autograd import once_differentiable
+from moe_fast.launch.autograd import mark_constant, once_differentiable
 from moe_fast.launch.backend import bits, check_device, strided
 from moe_fast.launch.operators import launch, operator, traceable
 from moe_fast.launch.tuning import EXPERT_LANES, ceil_div, power_of_two
@@ -67,15 +67,8 @@ def permute_and_quantize(
     check_device("tokens", tokens_TH)
     if not _in_one_step(recipe, role, columnwise):
         permuted = permute(tokens_TH, routing_map_TE, probs=probs, align=align, capacity=capacity, num_rows=num_rows)
-        quantization = quantize(
-            permuted.rows,
-            recipe,
-            role=role,
-            splits=permuted.tokens_per_expert,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            state=state,
-        )
+        options: dict[str, Any] = {"splits": permuted.tokens_per_expert, "rowwise": rowwise, "columnwise": columnwise}
+        quantization = quantize(permuted.rows, recipe, role=role, state=state, **options)
         return PermutedQuantization(*quantization, *permuted[1:])
     lists, slots = (
         place(routing_map_TE, align, num_rows)[:2] if capacity is None else place_in_capacity(routing_map_TE, capacity)
@@ -133,12 +126,7 @@ class Place(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         source = tokens.new_empty(()).expand(row_map.num_rows, tokens.shape[1])  # it takes no memory
         moved = None if row_probs is None else row_probs.view_as(row_probs)
-        constant = [
-            output
-            for output, needed in zip((source, moved), ctx.needs_input_grad, strict=False)
-            if output is not None and not needed
-        ]
-        ctx.mark_non_differentiable(*constant)
+        mark_constant(ctx, source, moved)
         return source, moved
 
     @staticmethod

@@ -14,7 +14,10 @@ NO_FP_FUSION = {"enable_fp_fusion": False}
 
 def accumulator(*tensors: Tensor | None) -> tl.dtype:
     """float64 if one of the tensors is, else float32."""
-    return tl.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else tl.float32
+    for x in tensors:
+        if x is not None and x.dtype == torch.float64:
+            return tl.float64
+    return tl.float32
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

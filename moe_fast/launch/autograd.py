@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 
+def mark_constant(ctx: Any, *outputs: Tensor | None) -> None:
+    """Tell autograd which outputs have no gradient: those whose inputs, which stand in the same
+    order before all other inputs, need none.
+    """
+    pairs = zip(outputs, ctx.needs_input_grad, strict=False)
+    ctx.mark_non_differentiable(*(x for x, needed in pairs if x is not None and not needed))
+
+
 class _Refused(torch.autograd.Function):
     """The first `count` tensors unchanged; the backward raises an error."""
 

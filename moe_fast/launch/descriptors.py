@@ -16,7 +16,10 @@ def have_descriptors(*tensors: Tensor) -> bool:
     """Whether descriptors can move tiles of these factors: their dtypes are of a matrix unit, and
     they satisfy `have_lines`.
     """
-    return all(tensor.itemsize <= 2 for tensor in tensors) and have_lines(*tensors)
+    for tensor in tensors:  # loops, not generators, because every launch of a product comes through here
+        if tensor.itemsize > 2:
+            return False
+    return have_lines(*tensors)
 
 
 def have_lines(*tensors: Tensor) -> bool:
@@ -27,12 +30,14 @@ def have_lines(*tensors: Tensor) -> bool:
 
 
 def _in_lines(tensor: Tensor) -> bool:
+    *strides, along = tensor.stride()
+    for stride in strides:
+        if stride <= 0 or stride * tensor.itemsize % DESCRIBED_BYTES:
+            return False
+    if along != 1 or tensor.numel() == 0:
+        return False
     # a tensor without memory has no address; results have the same shapes either way
-    begins_with_line = not has_memory() or tensor.data_ptr() % DESCRIBED_BYTES == 0
-    aligned = begins_with_line and all(
-        stride * tensor.itemsize % DESCRIBED_BYTES == 0 for stride in tensor.stride()[:-1]
-    )
-    return aligned and tensor.numel() > 0 and tensor.stride(-1) == 1 and all(stride > 0 for stride in tensor.stride())
+    return not has_memory() or tensor.data_ptr() % DESCRIBED_BYTES == 0
 
 
 def described(x: Tensor, block: list[int], swizzled: int = 128) -> TensorDescriptor:

@@ -22,6 +22,7 @@ from torch import Tensor
 from moe_fast.launch.backend import is_elsewhere, launch_on
 from moe_fast.launch.registry import PUBLIC, RECORDS
 from moe_fast.launch.torch_parts import derivatives_are_recorded, mode_of_tensors_without_memory
+from moe_fast.launch.torch_parts import has_memory as has_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,13 +60,6 @@ def record(cls: C) -> C:
     """Decorates a dataclass that public functions take or return."""
     RECORDS.append(cls)
     return cls
-
-
-def has_memory() -> bool:
-    """Whether tensors have memory. While a graph is traced they have none, and no kernel is
-    launched.
-    """
-    return mode_of_tensors_without_memory() is None
 
 
 def tracing() -> bool:

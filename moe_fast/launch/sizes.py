@@ -169,7 +169,10 @@ class Grouped:
         """The tile for `rows` rows of `experts` experts."""
         if itemsize > 2:
             return self.wide
-        return next((tile for tile in self.by_rows if rows <= tile.rows * experts), self.by_rows[-1])
+        for tile in self.by_rows:
+            if rows <= tile.rows * experts:
+                return tile
+        return self.by_rows[-1]
 
     def wgrad_tile(self, itemsize: int) -> GroupedTile:
         """The tile of the weight's gradient."""

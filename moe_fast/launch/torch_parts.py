@@ -25,6 +25,13 @@ def mode_of_tensors_without_memory() -> Any | None:
     return _mode(_FAKE)
 
 
+def has_memory() -> bool:
+    """Whether tensors have memory. While a graph is traced they have none, and no kernel is
+    launched.
+    """
+    return _mode(_FAKE) is None
+
+
 def derivatives_are_recorded() -> bool:
     """Whether autograd, a transform of torch.func or forward-mode differentiation sees the call.
 

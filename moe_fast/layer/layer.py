@@ -121,30 +121,6 @@ def _layer(x_TH: Tensor, call: Call) -> LayerOutput:
         return LayerOutput(logits, routed, *after_router(x_TH, routed, call, early))
 
 
-def in_room(run: Callable[[bool], X], dropped: Callable[[X], Tensor], group: Any, device: torch.device) -> X:
-    """run(True), which has a budget of rows; and run(False), which has none, if any rank has
-    dropped rows.
-
-    All ranks call it together and decide alike. Before the second run torch's generators of the CPU
-    and of the device are set back, so that it draws the same numbers. The host waits once.
-
-    Args:
-        group: None: this process alone.
-        dropped: of the first result, [] bool or integer: whether this rank has dropped rows.
-    """
-    random_states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    result = run(True)
-    overflow = dropped(result).to(torch.int32)
-    if group is not None:
-        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=group)
-    if not bool(overflow):
-        return result
-    torch.set_rng_state(random_states[0])
-    if random_states[1] is not None:
-        torch.cuda.set_rng_state(random_states[1], device)
-    return run(False)
-
-
 def after_router(
     x_TH: Tensor, routed: RouteOutput, call: Call, early: Early | None = None
 ) -> tuple[Any, Tensor, Tensor, Tensor | None, Tensor]:
@@ -188,14 +164,11 @@ def _through_experts(expert_rows: ExpertRows, call: Call) -> tuple[Tensor, Tenso
 
 def routed_by(x_TH: Tensor, call: Call) -> tuple[Tensor, RouteOutput]:
     """(logits, routing of this rank's tokens). Padding is routed, and then taken out of the map."""
-    p, config, group = call.parameters, call.config, call.group
+    p, config = call.parameters, call.config
     jittered_TH = jittered(x_TH, config, call.noise)
     logits = gate(jittered_TH, p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype)
-    batch = RouterRanks()
-    if group is not None:
-        batch = RouterRanks(tp_dp_cp=RankGroup(dist.get_world_size(group), lambda x: sum_over(x, group)))
     routed = route(
-        logits, config.router, state=call.state, ranks=batch, training=call.training,
+        logits, config.router, state=call.state, ranks=ranks_of(call.group), training=call.training,
         batch_size=call.batch_size, padding_mask=call.padding_mask,
     )  # fmt: skip
     return logits, without_padding(routed, call.padding_mask)
@@ -219,6 +192,13 @@ def without_padding(routed: RouteOutput, padding_mask: Tensor | None) -> RouteOu
     return routed._replace(probs=probs_TE, routing_map=routed.routing_map & token_T1)
 
 
+def ranks_of(group: Any) -> RouterRanks:
+    """The ranks whose tokens count in the global loss and for the expert bias."""
+    if group is None:
+        return RouterRanks()
+    return RouterRanks(tp_dp_cp=RankGroup(dist.get_world_size(group), lambda x_N: sum_over(x_N, group)))
+
+
 def sum_over(x_N: Tensor, group: Any) -> Tensor:
     """The sum of integers over the ranks; every rank gets it."""
     return counts_of_all(x_N, group).sum(0)
@@ -231,6 +211,30 @@ def _shared(x_TH: Tensor, call: Call) -> Tensor | None:
         return None
     weights = (p.shared_fc1_weight, p.shared_fc2_weight)
     return shared_experts(x_TH, *weights, gate_weight=p.shared_gate_weight, **call.config.shared_experts)
+
+
+def in_room(run: Callable[[bool], X], dropped: Callable[[X], Tensor], group: Any, device: torch.device) -> X:
+    """run(True), which has a budget of rows; and run(False), which has none, if any rank has
+    dropped rows.
+
+    All ranks call it together and decide alike. Before the second run torch's generators of the CPU
+    and of the device are set back, so that it draws the same numbers. The host waits once.
+
+    Args:
+        group: None: this process alone.
+        dropped: of the first result, [] bool or integer: whether this rank has dropped rows.
+    """
+    random_states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    result = run(True)
+    overflow = dropped(result).to(torch.int32)
+    if group is not None:
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=group)
+    if not bool(overflow):
+        return result
+    torch.set_rng_state(random_states[0])
+    if random_states[1] is not None:
+        torch.cuda.set_rng_state(random_states[1], device)
+    return run(False)
 
 
 # --- dispatch: from tokens to rows of experts, and back

@@ -360,16 +360,18 @@ class MoELayer(nn.Module):
         """(output, router's state, losses, whether rows were dropped). It depends on its arguments
         alone, so that it may run again without counting a token twice.
         """
-        settings |= self._settings(training) | {"training": training, "padding_mask": padding_mask}
+        settings |= self._settings(training)
+        settings["training"], settings["padding_mask"] = training, padding_mask
         with self._delaying():
             out = moe_layer(x_TH, LayerParameters(*parameters), self.config, **settings)  # type: ignore[arg-type]
         return out.output, out.routed.state, out.routed.losses, self._dropped(out.dispatched)
 
     def _settings(self, training: bool) -> dict[str, Any]:
         """The settings of everything that follows the router."""
-        recompute = None if self.recompute == "moe" else self.recompute
-        settings = {"group": self.group, "recompute": recompute} | self._scales(training)
-        settings |= {"shared_memory": self.shared_memory, "overlap_shared": self.overlap_shared}
+        settings = self._scales(training)
+        settings["recompute"] = None if self.recompute == "moe" else self.recompute
+        settings["group"], settings["shared_memory"] = self.group, self.shared_memory
+        settings["overlap_shared"] = self.overlap_shared
         if self.overlap_wgrad and not torch.compiler.is_compiling():
             settings["in_dispatch_backward"] = self._compute_dw
         return settings

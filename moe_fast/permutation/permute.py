@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
-from moe_fast.launch.autograd import once_differentiable
+from moe_fast.launch.autograd import mark_constant, once_differentiable
 from moe_fast.launch.backend import bits, check_device, integers, movable, strided
 from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import as_operators, launch, operator, traceable
@@ -143,12 +143,7 @@ class _Permute(torch.autograd.Function):
         tensors, ctx.numbers = row_map.parts()
         ctx.save_for_backward(*tensors)
         rows, row_probs = move_to_rows(tokens, probs, lists, row_map.slots_TE)
-        constant = [
-            output
-            for output, needed in zip((rows, row_probs), ctx.needs_input_grad, strict=False)
-            if output is not None and not needed
-        ]
-        ctx.mark_non_differentiable(*constant)
+        mark_constant(ctx, rows, row_probs)
         return rows, row_probs
 
     @staticmethod
@@ -196,12 +191,7 @@ class _SortChunks(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(sizes, order)
         out, out_probs = _gather_chunks(rows, probs, sizes, order, inverse=False)
-        constant = [
-            output
-            for output, needed in zip((out, out_probs), ctx.needs_input_grad, strict=False)
-            if output is not None and not needed
-        ]
-        ctx.mark_non_differentiable(*constant)
+        mark_constant(ctx, out, out_probs)
         assert out is not None
         return out, out_probs
 

@@ -25,7 +25,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The products that a Hopper would launch, by the module of their kernel; none runs."""
     modules: list[str] = []
 
-    def launch(kernel: Any, grid: Any) -> Any:
+    def launch(kernel: Any, grid: Any, like: Any = None) -> Any:
         while hasattr(kernel, "fn"):
             kernel = kernel.fn
         return lambda *arguments, **settings: modules.append(kernel.__module__.rpartition(".")[2])
