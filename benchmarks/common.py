@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: clocks, the report, the capture of a step in a CUDA graph.
+"""Shared by all benchmarks: random inputs, clocks, the report, the capture in a CUDA graph.
 
 Versions of an operation alternate in one process; medians are reported, ratios within one run only.
 `--quick` checks tiny shapes and times nothing; it needs no GPU.
@@ -48,6 +48,19 @@ SHAPES = {
     "qwen3next-80b": Shape(2048, 512, 10, 512),
 }
 TINY_SHAPES = {"tiny": Shape(40, 8, 2, 24), "tiny-wide": Shape(136, 20, 5, 40)}
+
+
+class Random:
+    """Draws tensors on the device."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def normal(self, *size: int, std: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=DEVICE).normal_(std=std, generator=self.generator)
+
+    def uniform(self, *size: int) -> Tensor:
+        return torch.rand(size, device=DEVICE, generator=self.generator)
 
 
 # --- clocks

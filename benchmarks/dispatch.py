@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import moe_fast
-from benchmarks.common import DEVICE, Call, captured, elapsed_us, heading, table, write
+from benchmarks.common import DEVICE, Call, Random, captured, elapsed_us, heading, table, write
 from moe_fast.dispatch import symmetric
 from moe_fast.dispatch.overlap import beside
 from moe_fast.dispatch.slabs import _slabs
@@ -68,16 +68,17 @@ class Bench:
 
     def __init__(self, rank: int, ranks: int, shape: tuple[int, int, int], num_tokens: int, shared: int) -> None:
         self.rank, self.ranks, (hidden, self.experts, self.topk) = rank, ranks, shape
-        self.group, random = dist.group.WORLD, torch.Generator(device=DEVICE).manual_seed(rank)
-        normal = partial(torch.randn, dtype=torch.bfloat16, device=DEVICE, generator=random)
-        self.tokens = normal((num_tokens, hidden))
-        scores = torch.rand((num_tokens, self.experts), device=DEVICE, generator=random)
+        self.group, random = dist.group.WORLD, Random(rank)
+        self.tokens = random.normal(num_tokens, hidden)
+        scores = random.uniform(num_tokens, self.experts)
         self.indices = scores.topk(self.topk).indices
         self.map = torch.zeros(scores.shape, dtype=torch.bool, device=DEVICE).scatter_(1, self.indices, True)
-        self.probs = torch.rand(scores.shape, device=DEVICE, generator=random)
+        self.probs = random.uniform(*scores.shape)
         slack = SLACK if num_tokens > ALIGN else 8.0  # few tokens are unbalanced
         self.num_rows = int(slack * num_tokens * self.topk) // ALIGN * ALIGN
-        self.shared_weights = [normal(s) / s[1] ** 0.5 for s in ((2 * shared, hidden), (hidden, shared))]
+        self.shared_weights = [
+            random.normal(*size, std=size[1] ** -0.5) for size in ((2 * shared, hidden), (hidden, shared))
+        ]
 
     def wire_rows(self) -> tuple[int, int]:
         """Rows that leave this rank: copies, and distinct (token, rank) pairs."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import moe_fast
-from benchmarks.common import BF16, DEVICE, FP32, SHAPES, Call, Operation, bursts, measure, parse
+from benchmarks.common import BF16, DEVICE, FP32, SHAPES, Call, Operation, Random, bursts, measure, parse
 from moe_fast.experts.scaled_linear import (
     Precision,
     quantized_rows,
@@ -110,10 +110,8 @@ class Hidden:
 
 
 def make_hidden(rows: int, width: int, settings: dict[str, Any]) -> Hidden:
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    h = torch.empty(rows, 2 * width, dtype=torch.bfloat16, device=DEVICE).normal_(generator=generator)
-    d_out = torch.empty(rows, width, dtype=torch.bfloat16, device=DEVICE).normal_(generator=generator)
-    return Hidden(h, d_out, torch.rand(rows, generator=generator, device=DEVICE), settings)
+    random = Random()
+    return Hidden(random.normal(rows, 2 * width), random.normal(rows, width), random.uniform(rows), settings)
 
 
 def halves(h: Tensor, interleave: int | None) -> list[Tensor]:
@@ -231,16 +229,11 @@ class Operands(NamedTuple):
 
 def make_operands(layer: Layer) -> tuple[Operands, Tensor]:
     """Random normal operands in bfloat16 and random rows per expert."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
-        return torch.randn(shape, generator=generator, device=DEVICE, dtype=dtype).bfloat16()
-
-    expert = torch.randint(layer.experts, (layer.rows,), generator=generator, device=DEVICE)
+    random = Random()
+    expert = torch.randint(layer.experts, (layer.rows,), generator=random.generator, device=DEVICE)
     counts = torch.bincount(expert, minlength=layer.experts)
-    weight = normal(layer.experts, layer.outs, layer.ins)
-    return Operands(normal(layer.rows, layer.ins), weight, normal(layer.rows, layer.outs)), counts
+    sizes = (layer.rows, layer.ins), (layer.experts, layer.outs, layer.ins), (layer.rows, layer.outs)
+    return Operands(*(random.normal(*size) for size in sizes)), counts
 
 
 def fast_versions(x: Operands, counts: Tensor) -> dict[str, Call]:

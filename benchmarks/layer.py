@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 import moe_fast
-from benchmarks.common import BF16, DEVICE, SHAPES, Shape, bursts, captured, heading, parse, table, write
+from benchmarks.common import BF16, DEVICE, SHAPES, Random, Shape, bursts, captured, heading, parse, table, write
 from benchmarks.layer_peers import ADAPTERS, Peer, installed, replayed
 from moe_ref.config import LayerConfig, LayerParameters, Recipe, RouterConfig, RouterState
 from moe_ref.config.state import new_state
@@ -77,11 +77,7 @@ class Layer(NamedTuple):
 
 
 def make_layer(shape: Shape, tokens: int, seed: int = 0) -> Layer:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-
-    def normal(*size: int, std: float = 1.0) -> Tensor:
-        return torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_(std=std, generator=generator)
-
+    normal = Random(seed).normal
     hidden, experts, _, width = shape
     parameters = LayerParameters(
         router_weight=normal(experts, hidden, std=hidden**-0.5),

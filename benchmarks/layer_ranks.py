@@ -29,7 +29,7 @@ from torch import Tensor
 
 import moe_fast
 from benchmarks import dispatch
-from benchmarks.common import DEVICE, Call, Shape, captured, heading, line, table, write
+from benchmarks.common import DEVICE, Call, Random, Shape, captured, heading, line, table, write
 from benchmarks.layer import RECIPES, Layer, make_layer
 from moe_fast.dispatch.overlap import wait_for
 from moe_ref.config import LayerConfig, LayerParameters, Recipe, RouterConfig
@@ -86,10 +86,9 @@ class Bench:
         self.local: Layer = layers[rank]
         self.weights = [x.parameters for x in layers]
         self.router = torch.cat([p.router_weight for p in self.weights]).detach().requires_grad_()
-        generator = torch.Generator(DEVICE).manual_seed(ranks)
-        normal = partial(torch.randn, dtype=torch.bfloat16, device=DEVICE, generator=generator)
+        normal = Random(ranks).normal
         sizes = ((2 * self.width, shape.hidden), (shape.hidden, self.width))
-        weights = [(normal(size) / size[1] ** 0.5).requires_grad_() for size in sizes] if shared else [None, None]
+        weights = [normal(*size, std=size[1] ** -0.5).requires_grad_() for size in sizes] if shared else [None, None]
         self.shared = dict(zip(("shared_fc1_weight", "shared_fc2_weight"), weights, strict=True))
         numbers = {shape.experts, shape.experts * ranks}
         configs = {number: RouterConfig(num_experts=number, topk=shape.topk) for number in numbers}

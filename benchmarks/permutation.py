@@ -14,7 +14,20 @@ import torch
 from torch import Tensor
 
 import moe_fast
-from benchmarks.common import BF16, DEVICE, FP32, SHAPES, TINY_SHAPES, Call, Operation, Shape, measure, parse, replayed
+from benchmarks.common import (
+    BF16,
+    DEVICE,
+    FP32,
+    SHAPES,
+    TINY_SHAPES,
+    Call,
+    Operation,
+    Random,
+    Shape,
+    measure,
+    parse,
+    replayed,
+)
 from moe_fast.permutation import row_map as row_maps
 from moe_fast.permutation.permute import merge_backward as launch_merge_backward
 from moe_fast.permutation.permute import move_to_rows, sum_rows
@@ -64,12 +77,11 @@ class Problem:
 
 def make_problem(shape: Shape, num_tokens: int, align: int, seed: int = 0) -> Problem:
     """Each token goes to `topk` distinct random experts."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    tokens = torch.randn(num_tokens, shape.hidden, generator=generator, device=DEVICE).bfloat16()
-    scores = torch.rand(num_tokens, shape.experts, generator=generator, device=DEVICE)
+    random = Random(seed)
+    tokens, scores = random.normal(num_tokens, shape.hidden), random.uniform(num_tokens, shape.experts)
     experts_TK = scores.topk(shape.topk).indices.sort().values
     routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts_TK, True)
-    probs = torch.where(routing_map, torch.rand(scores.shape, generator=generator, device=DEVICE), 0)
+    probs = torch.where(routing_map, random.uniform(*scores.shape), 0)
     expert_M, token_M = routing_map.t().nonzero(as_tuple=True)
     counts = routing_map.sum(0)
     padded = (counts + align - 1) // align * align

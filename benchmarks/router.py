@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import moe_fast
-from benchmarks.common import COLD_BYTES, DEVICE, FP32, Call, Operation, measure, parse, rotated
+from benchmarks.common import COLD_BYTES, FP32, Call, Operation, Random, measure, parse, rotated
 from moe_fast.launch.backend import INTERPRETED
 from moe_fast.router.selection import Settings, _choose_backward
 
@@ -98,9 +98,8 @@ def fast_aux(logits: Tensor, router: Router) -> Tensor:
 
 def make(router: Router, tokens: int, seed: int) -> tuple[Tensor, Tensor | None]:
     """Logits and the expert bias."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    logits = torch.randn(tokens, router.experts, generator=generator, device=DEVICE)
-    return logits, torch.randn(router.experts, generator=generator, device=DEVICE) / 8 if router.bias else None
+    normal = partial(Random(seed).normal, dtype=torch.float32)
+    return normal(tokens, router.experts), normal(router.experts, std=1 / 8) if router.bias else None
 
 
 def check(router: Router, tokens: int) -> None:

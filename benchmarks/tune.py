@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import moe_fast
-from benchmarks.common import DEVICE, SHAPES, Call, Shape, Times
+from benchmarks.common import DEVICE, SHAPES, Call, Random, Shape, Times
 from benchmarks.experts import make_hidden
 from conformance import catalogue as catalogue  # whose families `Case.family` knows
 from conformance.core.case import Case
@@ -77,9 +77,8 @@ class Verdict(NamedTuple):
 
 def _tokens(shape: Shape, tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, and the map and probs of a random choice."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    x = torch.empty(tokens, shape.hidden, dtype=dtype, device=DEVICE).normal_(generator=generator)
-    scores = torch.rand(tokens, shape.experts, generator=generator, device=DEVICE)
+    random = Random()
+    x, scores = random.normal(tokens, shape.hidden, dtype=dtype), random.uniform(tokens, shape.experts)
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(shape.topk).indices, True)
     return x, chosen, scores * chosen
 
@@ -96,8 +95,7 @@ def _unpermute(shape: Shape, tokens: int) -> Call:
 
 
 def _topk(shape: Shape, tokens: int) -> Call:
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    logits = torch.empty(tokens, shape.experts, device=DEVICE).normal_(generator=generator)
+    logits = Random().normal(tokens, shape.experts, dtype=torch.float32)
     return partial(moe_fast.topk_routing, logits, topk=shape.topk)
 
 
@@ -120,14 +118,9 @@ def _glu_and_quantize(shape: Shape, tokens: int) -> Call:
 
 def _few_rows(shape: Shape, tokens: int, rows: int) -> Call:
     """fc1 of experts with `rows` rows each."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-
-    def normal(*size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_(generator=generator)
-
-    counts = torch.full((shape.experts,), rows, device=DEVICE)
-    weight = normal(shape.experts, 2 * shape.width, shape.hidden)
-    return partial(moe_fast.grouped_linear, normal(rows * shape.experts, shape.hidden), weight, counts)
+    random, counts = Random(), torch.full((shape.experts,), rows, device=DEVICE)
+    weight = random.normal(shape.experts, 2 * shape.width, shape.hidden)
+    return partial(moe_fast.grouped_linear, random.normal(rows * shape.experts, shape.hidden), weight, counts)
 
 
 BF16: dict[str, Any] = {"dtype": "bfloat16"}

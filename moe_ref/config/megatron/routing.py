@@ -4,7 +4,7 @@ Tables of one rule per row, read in order. A row may rely on those before it: ki
 before combinations.
 """
 
-from moe_ref.config.megatron.rule import Rule, flex, listed, not_negative, positive, sinkhorn, swiglu
+from moe_ref.config.megatron.rule import Rule, flex, listed, needs, not_negative, positive, sinkhorn, swiglu
 from moe_ref.config.rules import MAX_EXPERTS
 
 # fmt: off
@@ -125,9 +125,7 @@ ROUTER = (
 )
 
 CAPACITY = (
-    Rule("V", "moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor",
-         lambda c: c.moe_pad_expert_input_to_capacity and c.moe_expert_capacity_factor is None,
-         "False, or moe_expert_capacity_factor be set"),
+    *needs("V", "moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor"),
     Rule("V", "moe_pad_expert_input_to_capacity", "moe_flex_dispatcher_backend",
          lambda c: c.moe_pad_expert_input_to_capacity and flex(c, "deepep"),
          "False, or the backend be 'hybridep', or the dispatcher not 'flex'"),

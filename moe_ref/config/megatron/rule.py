@@ -43,6 +43,16 @@ def each(
     return tuple(Rule(who, name, depends, of(name), requirement) for name in options.split())
 
 
+def needs(who: Who, options: str, other: str) -> tuple[Rule, ...]:
+    """An option that is set needs another."""
+    return each(who, options, other, lambda c, value: value and not getattr(c, other), f"False, or {other} be set")
+
+
+def excludes(who: Who, options: str, other: str) -> tuple[Rule, ...]:
+    """Two options of which one may be set."""
+    return each(who, options, other, lambda c, value: value and getattr(c, other), f"False, or {other} be off")
+
+
 def positive(who: Who, options: str, requirement: str = "positive") -> tuple[Rule, ...]:
     return each(who, options, "", lambda c, value: value is not None and value <= 0, requirement)
 
