@@ -124,6 +124,11 @@ class Implementation:
         self._declared: dict[str, dict[str, Any] | Undeclared] = {}
         self._configurations: dict[str, tuple[str, ...]] = {}
 
+    @property
+    def notes(self) -> list[str]:
+        """Sentences of the namespace for the head of each report."""
+        return [one_line(text) for text in getattr(self.namespace, "notes", ())]
+
     def offers(self, function: str) -> bool:
         return callable(getattr(self.namespace, function, None))
 

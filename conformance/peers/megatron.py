@@ -2,6 +2,13 @@
 
     pip install --no-deps megatron-core==0.16.1
 
+Releases from 0.17 on are published for Python 3.12 and later. Unpacked from its wheel, such a
+release is judged by an earlier Python too, if it comes first in the search path:
+
+    pip download --python-version 3.12 --no-deps --only-binary=:all: megatron-core==0.19.2
+    python -m zipfile -e megatron_core-0.19.2-*.whl .evidence/megatron-0.19.2
+    PYTHONPATH=.evidence/megatron-0.19.2 moe-conformance run --impl conformance.peers.megatron
+
 Only names, orders and result shapes are translated; results and errors pass through unchanged.
 Settings that the package lacks (`align`, `num_rows`) are missing from the signatures, and what a
 release lacks is not offered: `megatron_features` probes it. This module holds the permutation;
@@ -10,30 +17,31 @@ and of the whole router.
 """
 
 import warnings
-from importlib import metadata
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from moe_ref.config import PaddedMap, Permuted, SortedChunks
 
-KNOWN = ("0.14.", "0.15.", "0.16.")  # releases that were judged; others are judged with a warning
+KNOWN = ("0.14.", "0.15.", "0.16.", "0.17.", "0.18.", "0.19.")  # releases that were judged
 
 try:
-    version = metadata.version("megatron-core")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # four warnings about missing Transformer Engine and Apex
+        from megatron.core import __version__ as version
         from megatron.core.transformer.moe import moe_utils
 
         from conformance.peers import megatron_route, megatron_router
         from conformance.peers.megatron_features import offered
-except (ImportError, metadata.PackageNotFoundError) as error:
+except ImportError as error:
     raise ImportError(
         f"megatron-core cannot be imported ({error}); pip install --no-deps megatron-core==0.16.1"
     ) from None
-if not version.startswith(KNOWN):
-    known_releases = ", ".join(f"{start}x" for start in KNOWN)
-    warnings.warn(f"megatron-core {version} is judged by an adapter of {known_releases}", stacklevel=2)
+notes = (
+    ()
+    if version.startswith(KNOWN)
+    else (f"megatron-core {version} is judged by an adapter of {', '.join(f'{start}x' for start in KNOWN)}",)
+)
 
 gate, jitter = megatron_router.gate, megatron_router.jitter
 topk_indices, topk_routing = megatron_router.topk_indices, megatron_router.topk_routing

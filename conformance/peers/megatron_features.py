@@ -30,6 +30,8 @@ GLOBAL_LOSS = f"{ROUTER}.reset_global_aux_loss_tracker"
 BIAS = "distributed.finalize_model_grads._update_router_expert_bias"
 RESET = "distributed.finalize_model_grads.reset_model_temporary_tensors"
 GROUPS = (f"{UTILS}get_default_pg_collection", f"{UTILS}get_default_model_comm_pgs")  # from 0.15 on, and before
+TRACKER = f"{UTILS}get_moe_layer_wise_logging_tracker"
+METRICS = "transformer.moe.moe_logging.get_moe_metrics_tracker"  # from 0.18 on
 REPLAY = "transformer.moe.router_replay.RouterReplay"
 
 NAMES = {  # of settings of ours, in the package's configuration
@@ -113,7 +115,6 @@ CALLS: dict[str, tuple[Call, ...]] = {
     ),
     "route": (
         Call(f"{ROUTER}.routing", ("self", "logits"), {"padding_mask": "padding_mask"}),
-        Call(f"{UTILS}get_moe_layer_wise_logging_tracker"),
         Call(BIAS, ("model", "config")),
         Call(
             CONFIGURATION,
@@ -123,7 +124,9 @@ CALLS: dict[str, tuple[Call, ...]] = {
     ),
 }
 SYMBOLS = tuple(
-    dict.fromkeys([*(call.symbol for calls in CALLS.values() for call in calls), GLOBAL_LOSS, RESET, *GROUPS])
+    dict.fromkeys(
+        [*(call.symbol for calls in CALLS.values() for call in calls), GLOBAL_LOSS, RESET, *GROUPS, TRACKER, METRICS]
+    )
 )
 
 

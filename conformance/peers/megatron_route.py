@@ -31,9 +31,11 @@ from conformance.peers.megatron_features import (
     CONFIGURATION,
     GLOBAL_LOSS,
     GROUPS,
+    METRICS,
     MODEL,
     NAMES,
     RESET,
+    TRACKER,
     find,
     has,
     offered,
@@ -117,13 +119,13 @@ def route(
         router.router_replay.set_target_indices(replay_target)
     moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(loss_scale, device=logits.device))
     masked = {} if padding_mask is None else {"padding_mask": padding_mask.reshape(-1, batch_size)}
-    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+    tracker = _tracker()
     tracker.clear()
     with torch.compiler.set_stance("force_eager"):
         probs, routing_map = router.routing(logits.reshape(-1, batch_size, logits.shape[-1]), **masked)
     coefficients = {"z_loss": config.z_loss_coeff, **config.balancing_coeffs}
     losses = {
-        name: tracker[tracker_name]["values"][0] * coefficients[name]
+        name: _first_layer(tracker[tracker_name]) * coefficients[name]
         for name, tracker_name in TRACKED.items()
         if tracker_name in tracker
     }
@@ -187,6 +189,19 @@ def _state(router: TopKRouter, device: torch.device) -> State:
     replays = getattr(router, "router_replay", None)
     queue = replays.replay_backward_list if replays else ()
     return State({name: zero[name] if x is None else x for name, x in buffers.items()}, tuple(queue))
+
+
+def _tracker() -> dict[str, Any]:
+    """The package's record of losses; from 0.18 on the old function returns a copy of it."""
+    if has(METRICS):
+        return find(METRICS)().metrics  # type: ignore[no-any-return]
+    return find(TRACKER)()  # type: ignore[no-any-return]
+
+
+def _first_layer(entry: Any) -> Tensor:
+    """The first layer's loss in an entry of the record: a dict, or from 0.18 on an object."""
+    values: Tensor = entry["values"] if isinstance(entry, dict) else entry.values
+    return values[0]
 
 
 def _integers_if_whole(x: Tensor) -> Tensor:

@@ -38,9 +38,10 @@ MEGATRON = Package(
     "## megatron-core by release\n",
     """
 Written by `python -m conformance.peers.versions` from one report per release. What a release has is
-probed by signatures (`conformance/peers/megatron_features.py`); an unknown release is judged with a
-warning. *Differs*: cases that fail or are waived, of those that were judged. [Findings](findings.md)
-has the causes; failures that 0.16.1 does not have are below the tables.
+probed by signatures (`conformance/peers/megatron_features.py`); the head of a report names an
+unknown release. *Differs*: cases that fail or are waived, of those that were judged.
+[Findings](findings.md) has the causes, and the table of releases from 0.17 on; failures that 0.16.1
+does not have are below the tables.
 """,
     failures=True,
 )

@@ -1,6 +1,7 @@
 """A change is noticed in every function that it can reach."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from conformance.engine.choose.plan import fixed_cases
 from conformance.engine.footprint.closure import Closure
 from conformance.engine.footprint.companions import companions
 from conformance.engine.footprint.footprint import Footprints
+from conformance.engine.footprint.packages import Packages
 from conformance.interface import Implementation, load
 from moe_fast import router
 from tests.common.suite import EVERYTHING, gate_cases
@@ -186,3 +188,13 @@ def test_the_functions_that_a_judgement_calls_are_known(function):
     for case in gate_cases(function, every=9, seeds=range(3, 4), draws=20):
         evaluate(case, recording)
     assert SEVERAL[function] <= recording.asked - {function} <= companions(function)
+
+
+def test_a_module_in_a_folder_without_init_is_found_though_its_package_is_not_loaded(tmp_path, monkeypatch):
+    folder = tmp_path / "shelf" / "box" / "drawer"
+    folder.mkdir(parents=True)
+    for file in ("shelf/__init__.py", "shelf/box/__init__.py", "shelf/box/drawer/tool.py"):
+        (tmp_path / file).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Packages("shelf", ()).path("shelf.box.drawer.tool") == str(folder / "tool.py")
+    assert "shelf.box" not in sys.modules

@@ -4,7 +4,6 @@ import datetime
 import importlib
 import json
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from conformance.engine.options import ChildOptions
 from conformance.engine.run import corpus
 from conformance.engine.run.pool import Pool
 from conformance.engine.run.waivers import read_waivers
+from conformance.interface import load
 from tests.installed.steps import kernels
 from tests.peers import needs_megatron
 from tests.te.judging import NOTHING_WRONG
@@ -138,25 +138,24 @@ def test_megatron_pads_a_copied_map_right_and_only_keeps_quiet_when_it_falls_sho
 
 
 def test_a_missing_package_is_one_sentence_that_says_what_to_install(monkeypatch):
-    def absent(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", absent)
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
     monkeypatch.delitem(sys.modules, "conformance.peers.megatron", raising=False)
     with pytest.raises(ImportError, match=r"pip install --no-deps megatron-core==0\.16\.1"):
         importlib.import_module("conformance.peers.megatron")
 
 
 @needs_megatron
-def test_an_unknown_version_is_judged_with_a_warning(monkeypatch):
-    monkeypatch.setattr(metadata, "version", lambda name: "0.99.0")
+def test_the_head_of_a_report_names_an_unknown_release(monkeypatch):
     monkeypatch.delitem(sys.modules, "conformance.peers.megatron", raising=False)
-    with pytest.warns(
-        UserWarning, match=r"megatron-core 0\.99\.0 is judged by an adapter of 0\.14\.x, 0\.15\.x, 0\.16"
-    ):
-        adapter = importlib.import_module("conformance.peers.megatron")
+    known = load("conformance.peers.megatron")
+    assert known.notes == []
+    monkeypatch.setattr("megatron.core.__version__", "0.99.0")
     monkeypatch.delitem(sys.modules, "conformance.peers.megatron")
-    assert callable(adapter.permute) and callable(adapter.route)
+    unknown = load("conformance.peers.megatron")
+    monkeypatch.delitem(sys.modules, "conformance.peers.megatron")
+    (note,) = unknown.notes
+    assert note.startswith("megatron-core 0.99.0 is judged by an adapter of 0.14.x, 0.15.x, 0.16.x")
+    assert unknown.offers("permute") and unknown.offers("route")
 
 
 def test_the_template_is_conformant_as_it_stands():

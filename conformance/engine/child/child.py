@@ -268,5 +268,5 @@ def _description(implementation: Implementation, options: ChildOptions) -> dict[
         "memory": torch.cuda.get_device_properties().total_memory if device == "cuda" else 0,
         "versions": {k: v for k, v in versions.items() if v},
         "kernels": kernels_of(options.implementation.partition(":")[0]) if device == "cuda" else [],
-        "missing_parts": private_parts.missing() + fast_interpreter.switched_off(),
+        "missing_parts": private_parts.missing() + fast_interpreter.switched_off() + implementation.notes,
     }

@@ -38,6 +38,16 @@ def _digest(files: Iterable[tuple[Path, str]]) -> str:
     return out.hexdigest()[:16]
 
 
+def _found(module: str, folders: list[str]) -> ModuleSpec | None:
+    """Where a module is in the folders of its package, which need not be loaded."""
+    try:
+        return PathFinder.find_spec(module, folders)
+    except KeyError:  # a folder without `__init__`, for which the finder needs the loaded package
+        spec = ModuleSpec(module, None, is_package=True)
+        spec.submodule_search_locations = [os.path.join(folder, module.rpartition(".")[2]) for folder in folders]
+        return spec
+
+
 class Packages:
     """The implementation's package, and others that are neither installed nor part of the suite."""
 
@@ -63,7 +73,7 @@ class Packages:
             loaded = sys.modules.get(parent)
             spec = None if loaded else self.spec(parent)
             folders = getattr(loaded, "__path__", None) or (spec and spec.submodule_search_locations)
-            return PathFinder.find_spec(module, folders) if folders else None
+            return _found(module, list(folders)) if folders else None
         except (ImportError, ValueError, AttributeError):
             return None
 

@@ -93,7 +93,7 @@ class Verdict:
     cases: int
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
-    missing_parts: list[str] = field(default_factory=list)  # sentences of `conformance.private_parts`
+    missing_parts: list[str] = field(default_factory=list)  # sentences of `conformance.private_parts`, and notes
     functions: dict[str, FunctionVerdict] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
     # sentences: errors of the harness, shortfalls, regressions
