@@ -120,6 +120,7 @@ def test_the_record_has_the_verdict_of_every_family():
         (QWEN | {"n_routed_experts": 8}, "n_routed_experts is 8; it must be 4, as num_experts"),
         (QWEN | {"norm_topk_prob": None}, "norm_topk_prob is None; it must be True or False"),
         (QWEN | {"n_shared_experts": 1}, "n_shared_experts is 1; it must be left out: the layer of qwen3_moe does not"),
+        (QWEN | {"shared_intermediate_size": 8}, "shared_intermediate_size is 8; it must be left out: the layer of"),
         (QWEN | {"mlp_bias": True}, "mlp_bias is True; it must be False or None: the layer has no other"),
         (DEEPSEEK | {"norm_topk_prob": False}, "norm_topk_prob is False with 2 experts a token and sigmoid; it must"),
         (DEEPSEEK | {"routed_scaling_factor": None}, "routed_scaling_factor is None; it must be a positive number"),
