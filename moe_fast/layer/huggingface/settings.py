@@ -28,7 +28,8 @@ for _name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
     GATED_KINDS[_name], PLAIN_KINDS[_name] = "geglu", "gelu_tanh"
 QUICK_SLOPE = 1.702  # the slope α of quick_geglu
 # Options with a name like those of the layer which other parts of the model read: which layers have
-# experts, the loss over all layers, the attention's choice of tokens. The last three change nothing.
+# experts, the loss over all layers, the attention's choice of tokens. The last three are about how
+# and where a sum is computed, and change no result.
 _MODEL = """
 output_router_logits router_aux_loss_coef router_z_loss_coef aux_loss_alpha seq_aux moe_layer_freq
 first_k_dense_replace decoder_sparse_step mlp_only_layers moe_layers interleave_moe_layer_step
