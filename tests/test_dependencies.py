@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 USES = {  # top-level packages besides the standard library
     "moe_ref": {"moe_ref", "torch"},
     "moe_fast": {"moe_fast", "moe_ref", "torch", "triton"},
-    "moe_fast/integrations/torchtitan.py": {"moe_fast", "torch", "torchtitan"},
+    "moe_fast/integrations/torchtitan.py": {"moe_fast", "spmd_types", "torch", "torchtitan"},
     "moe_fast/integrations/transformers.py": {"moe_fast", "torch", "transformers"},
     "moe_fast/integrations/megatron.py": {"moe_fast", "torch", "megatron"},
     "moe_fast/integrations/megatron_experts.py": {"moe_fast", "torch", "megatron"},

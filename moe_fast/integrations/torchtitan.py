@@ -21,6 +21,7 @@ from moe_fast.permutation import permute, unpermute
 from moe_fast.permutation.row_map import RowMap
 
 try:
+    from spmd_types import is_type_checking
     from torchtitan.config import derive
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
@@ -31,6 +32,12 @@ except ImportError as error:
     raise ImportError(f"moe_fast.integrations.torchtitan needs torchtitan 0.3: {error}") from error
 
 ROWS = torch.bfloat16  # what torchtitan's experts compute in, whatever the tokens are
+
+
+def _check_untyped() -> None:
+    """Raise ValueError if torchtitan checks the types of tensors over ranks."""
+    if is_type_checking():
+        raise ValueError("debug.spmd_typechecking is True; it must be False: operators of moe_fast have no such types")
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -46,6 +53,7 @@ class FastGroupedExperts(FusedGroupedExperts):  # type: ignore[misc]
         pass
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        _check_untyped()
         w13, w2 = _local(self.w13), _local(self.w2_EDF)
         rows = grouped_mlp(x_RD.to(ROWS), num_tokens_per_expert_E, w13.flatten(1, 2), w2, interleave=1)
         return rows.type_as(x_RD)
@@ -75,6 +83,7 @@ class FastGptOssGroupedExperts(GptOssGroupedExperts):  # type: ignore[misc]
         pass
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        _check_untyped()
         weight = self.mlp1_weight_EGD
         if isinstance(weight, DTensor) and "tp" in (weight.device_mesh.mesh_dim_names or ()):
             size = weight.device_mesh["tp"].size()

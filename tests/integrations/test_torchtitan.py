@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.common.fast import interpreted
+from tests.layer.ranks import on_ranks
 
 pytest.importorskip("torchtitan")
 integration = importlib.import_module("moe_fast.integrations.torchtitan")
@@ -161,8 +163,38 @@ def test_what_is_not_covered_is_refused_by_name():
         converted(Linear.Config(in_features=1, out_features=1, bias=False))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_checked_types_of_tensors_are_refused_by_name(kind, monkeypatch):
+    experts = pair(kind)[1].routed_experts.inner_experts
+    monkeypatch.setattr(integration, "is_type_checking", lambda: True)
+    with pytest.raises(ValueError, match=r"debug.spmd_typechecking is True; it must be False: operators of moe_fast"):
+        experts(draw(1)[0], torch.tensor([9, 0, 0, 0]))
+
+
 def test_without_torchtitan_the_import_says_what_is_needed(monkeypatch):
     monkeypatch.delitem(sys.modules, "moe_fast.integrations.torchtitan")
     monkeypatch.setitem(sys.modules, "torchtitan.config", None)
     with pytest.raises(ImportError, match=r"moe_fast.integrations.torchtitan needs torchtitan 0\.3: "):
         importlib.import_module("moe_fast.integrations.torchtitan")
+
+
+def output_of(group, rank: int, state: dict[str, Tensor]) -> Tensor:
+    """The output of a rank that has half of the experts, for its sequence."""
+    importlib.import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
+    config = converted(layer_config(dispatcher=ALL_TO_ALL))
+    config.routed_experts.inner_experts.num_experts = EXPERTS // 2
+    layer = config.build()
+    layer._init_self_buffers()
+    layer.tokens_per_expert_E = torch.zeros(EXPERTS)
+    layer.expert_bias_E = torch.zeros(EXPERTS)
+    share = {name: x.chunk(2)[rank] if ".inner_experts." in name else x for name, x in state.items()}
+    layer.load_state_dict(share)
+    layer.routed_experts.token_dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    return layer(draw(1)[rank : rank + 1]).detach()
+
+
+def test_over_ranks_the_experts_follow_torchtitans_exchange(tmp_path):
+    _, ours = pair(dispatcher=ALL_TO_ALL)
+    outputs = on_ranks(2, output_of, tmp_path, ours.state_dict())
+    expected = ours(draw(1)).detach()
+    assert float((torch.cat(outputs) - expected).norm()) <= ROUNDOFF * float(expected.norm())

@@ -13,6 +13,7 @@ from moe_fast.layer.huggingface import settings
 from moe_fast.layer.huggingface.families import FAMILIES, LACKING
 from moe_ref.config import RouterConfig
 from tests.common.fast import interpreted
+from tests.layer.ranks import on_ranks
 
 pytest.importorskip("transformers")
 evidence = importlib.import_module("evidence.transformers_layers")
@@ -119,6 +120,7 @@ def test_the_record_has_the_verdict_of_every_family():
         (QWEN | {"n_routed_experts": 8}, "n_routed_experts is 8; it must be 4, as num_experts"),
         (QWEN | {"norm_topk_prob": None}, "norm_topk_prob is None; it must be True or False"),
         (QWEN | {"n_shared_experts": 1}, "n_shared_experts is 1; it must be left out: the layer of qwen3_moe does not"),
+        (QWEN | {"shared_intermediate_size": 8}, "shared_intermediate_size is 8; it must be left out: the layer of"),
         (QWEN | {"mlp_bias": True}, "mlp_bias is True; it must be False or None: the layer has no other"),
         (DEEPSEEK | {"norm_topk_prob": False}, "norm_topk_prob is False with 2 experts a token and sigmoid; it must"),
         (DEEPSEEK | {"routed_scaling_factor": None}, "routed_scaling_factor is None; it must be a positive number"),
@@ -196,3 +198,21 @@ def test_weights_that_do_not_fit_are_refused_by_name():
 def test_families_are_known_or_refused_and_not_both():
     assert not FAMILIES.keys() & LACKING.keys()
     assert {preset["config"]["model_type"] for preset in settings.PRESETS.values()} <= FAMILIES.keys()
+
+
+def output_of(group, rank: int, state: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """A rank's output for its half of the tokens."""
+    layer = MoELayer.from_config(DEEPSEEK, group=group)
+    layer.load_hf(state)
+    assert layer.experts.linear_fc1.weight.shape[0] == 2
+    with pytest.raises(ValueError, match="group is of 2 ranks; it must be of one rank: gather the experts before"):
+        layer.to_hf()
+    return layer(x.chunk(2)[rank]).detach()
+
+
+def test_each_rank_loads_its_share_of_the_experts(tmp_path):
+    layer = MoELayer.from_config(DEEPSEEK, init_std=0.3)
+    torch.nn.init.normal_(layer.router.expert_bias, std=0.3)
+    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
+    outputs = on_ranks(2, output_of, tmp_path, layer.to_hf(), x)
+    torch.testing.assert_close(torch.cat(outputs), layer(x).detach())

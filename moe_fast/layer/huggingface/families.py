@@ -35,6 +35,7 @@ class Family:
     latent: bool = False  # moe_latent_size
     shared_width: tuple[str, ...] = ()  # options whose product is the width of the shared experts; (): none
     legal: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # the only values of these options
+    of_other_modules: tuple[str, ...] = ()  # options of a dense MLP beside the layer
     # names of weights
     router: str = "gate"
     score_bias: str | None = None  # of the bias that has part in the choice alone
@@ -76,7 +77,10 @@ FAMILIES = {
     **dict.fromkeys(("olmoe", "flex_olmo"), _OLMOE),
     **dict.fromkeys(("mixtral", "minimax"), _MIXTRAL),
     "jamba": replace(_GRANITE, normalised=False),
-    **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), _GRANITE),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+        replace(_GRANITE, of_other_modules=("shared_intermediate_size",)),
+    ),
     "aria_text": replace(
         _GRANITE, transposed=True, shared_width=("intermediate_size", "n_shared_experts"),
         legal={"hidden_act": ("silu",)},

@@ -28,13 +28,14 @@ for _name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
     GATED_KINDS[_name], PLAIN_KINDS[_name] = "geglu", "gelu_tanh"
 QUICK_SLOPE = 1.702  # the slope α of quick_geglu
 # Options with a name like those of the layer which other parts of the model read: which layers have
-# experts, the loss over all layers, the attention's choice of tokens, a dense MLP beside the layer.
+# experts, the loss over all layers, the attention's choice of tokens. The last three are about how
+# and where a sum is computed, and change no result.
 _MODEL = """
 output_router_logits router_aux_loss_coef router_z_loss_coef aux_loss_alpha seq_aux moe_layer_freq
 first_k_dense_replace decoder_sparse_step mlp_only_layers moe_layers interleave_moe_layer_step
 expert_layer_period expert_layer_offset moe_layer_start_index moe_layer_end_index moe_layer_interval
 index_topk index_topk_blocks index_topk_freq index_topk_pattern index_topk_block_size num_kv_shared_layers
-shared_intermediate_size moe_shared_expert_overlap enable_moe_fp32_combine ep_size moe_layer_interval
+moe_shared_expert_overlap enable_moe_fp32_combine ep_size
 """
 OF_THE_MODEL = frozenset(_MODEL.split())
 OF_A_LAYER = re.compile("expert|moe|rout|top_?k|shared|swiglu|scor")  # in the name of an option
@@ -149,7 +150,7 @@ def arguments_of(fields: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype,
     }
     unread = {name: x for name, x in options.fields.items() if x and OF_A_LAYER.search(name)}
-    for name in unread.keys() - options.read - OF_THE_MODEL:
+    for name in unread.keys() - options.read - OF_THE_MODEL - {*family.of_other_modules}:
         reason = f"left out: the layer of {options.fields['model_type']} does not read it"
         require(False, name, repr(unread[name]), reason)
     return arguments
