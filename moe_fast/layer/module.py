@@ -72,9 +72,9 @@ class Router(KeepsDtypes):
         elif self.weight.is_cuda:
             self.captured |= torch.cuda.is_current_stream_capturing()
         for name in RouterState._fields:
-            old, new = getattr(self, name, None), getattr(state, name)
-            if name == "replay_queue" or new is old:
+            if name == "replay_queue" or getattr(state, name) is getattr(self, name):
                 continue
+            old, new = getattr(self, name), getattr(state, name)
             if torch.compiler.is_compiling() or self.captured:
                 old.copy_(new.detach())
             else:
