@@ -75,12 +75,11 @@ def _names_of_megatron() -> set[tuple[str, str]]:
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_what_is_mirrored_exists_in_the_installed_megatron():
+    (folder,) = importlib.util.find_spec("megatron").submodule_search_locations  # its parts are not imported
     missing = []
     for name, module in sorted(_names_of_megatron()):
-        spec = importlib.util.find_spec(module)
-        paths = [Path(spec.origin)] if spec and spec.origin else []
-        if spec and spec.submodule_search_locations:
-            paths += [path for folder in spec.submodule_search_locations for path in Path(folder).rglob("*.py")]
+        path = Path(folder, *module.split(".")[1:])
+        paths = [*path.rglob("*.py")] if path.is_dir() else [path.with_suffix(".py")]
         defined = {
             node.name
             for path in paths
