@@ -18,7 +18,7 @@ LONGEST = ("mutants", "report", "engine", "judge", "experts", "honest")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Folders with the longest tests first, so that no worker ends with one of them alone."""
-    order = {folder: place for place, folder in enumerate(LONGEST)}
+    order = {folder: position for position, folder in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(LONGEST)))
 
 

@@ -56,11 +56,11 @@ class Unsteady:
         return moe_ref.grouped_linear(rows, weight, counts, **settings)
 
 
-@pytest.mark.parametrize(("implementation", "wrong"), [(moe_ref, 0), (Unsteady(), 1)])
-def test_a_run_with_other_bits_is_found(implementation, wrong):
+@pytest.mark.parametrize(("implementation", "unsteady_weights"), [(moe_ref, 0), (Unsteady(), 1)])
+def test_a_run_with_other_bits_is_found(implementation, unsteady_weights):
     layer = steadiness.Layer(2, 8, 16, 24)
-    found = {"out": 0, "d_rows": 0, "d_weight": wrong}
-    assert steadiness.unsteady(implementation, layer, None, 4) == found
+    differences = {"out": 0, "d_rows": 0, "d_weight": unsteady_weights}
+    assert steadiness.unsteady(implementation, layer, None, 4) == differences
     ((line, equal), _) = steadiness.judged(implementation, {"tiny": layer}, 4)
     assert line == "tiny, bf16: equal of 3 runs" and equal  # the third call has been
 
@@ -81,10 +81,10 @@ def test_a_sweep_of_an_honest_implementation_judges_its_cases():
 
 
 def test_a_layer_that_differs_is_found():
-    right, wrong = (torch.full((4, 8), value, dtype=torch.bfloat16) for value in (1.0, 1.2))
-    check({"bf16": lambda: right, "FP8 block": lambda: right})
+    layer, mistaken = (torch.full((4, 8), value, dtype=torch.bfloat16) for value in (1.0, 1.2))
+    check({"bf16": lambda: layer, "FP8 block": lambda: layer})
     with pytest.raises(AssertionError, match="FP8 block"):
-        check({"bf16": lambda: right, "FP8 block": lambda: wrong})
+        check({"bf16": lambda: layer, "FP8 block": lambda: mistaken})
 
 
 def test_a_skewed_routing_leaves_experts_without_rows():
@@ -101,17 +101,17 @@ def test_tokens_double_up_to_the_most():
     assert growth.sizes(SHAPES["qwen3-30b"], 4096) == [1024, 2048, 4096]
 
 
-def point(tokens, routing, part, flops, **us):
-    about = {"tokens": tokens, "routing": routing, "part": part, "flops": flops, "most": 1.5, "empty": 2}
+def point(tokens, routing, passes, flops, **us):
+    about = {"tokens": tokens, "routing": routing, "part": passes, "flops": flops, "most": 1.5, "empty": 2}
     return about | {"us": dict(zip(growth.SHOWN, us.values(), strict=True)), "ours": [*growth.SHOWN[:2]]}
 
 
 def test_lines_and_curves_of_growth_are_rates():
-    parts = (("forward", 4e8), ("with backward", 12e8))
+    timed = (("forward", 4e8), ("with backward", 12e8))
     results = {
-        f"{tokens}, {part}": point(tokens, "uniform", part, tokens * flops, bf16=2000.0, fp8=1000.0, stock=4000.0)
+        f"{tokens}, {passes}": point(tokens, "uniform", passes, tokens * flops, bf16=2000.0, fp8=1000.0, stock=4000.0)
         for tokens in (1024, 2048)
-        for part, flops in parts
+        for passes, flops in timed
     }
     first = dict(list(results.items())[:2])
     rates = ["205 (2.00)", "614 (2.00)", "410 (4.00)", "1229 (4.00)", "102", "307"]
@@ -121,10 +121,10 @@ def test_lines_and_curves_of_growth_are_rates():
 
 
 def test_a_layer_over_ranks_is_compared_with_no_exchange():
-    alone = layer_ranks.ALONE
-    figures = {"us": {alone: 100.0, "alltoall": 125.0}, "flops": {alone: 5e10, "alltoall": 5e10}}
+    one_rank = layer_ranks.ALONE
+    figures = {"us": {one_rank: 100.0, "alltoall": 125.0}, "flops": {one_rank: 5e10, "alltoall": 5e10}}
     assert layer_ranks.lines_of("dsv3", ["bf16", "forward"], figures) == [
-        ["dsv3", "bf16", "forward", alone, "100", "500", "1.00"],
+        ["dsv3", "bf16", "forward", one_rank, "100", "500", "1.00"],
         ["dsv3", "bf16", "forward", "alltoall", "125", "400", "0.80"],
     ]
 
@@ -148,8 +148,8 @@ def test_a_wrong_layer_over_ranks_is_found(of_one_rank, monkeypatch):
     monkeypatch.setattr(layer_ranks, "KINDS", {"bf16": None})
     ways = {"late": layer_ranks.ROUTES["…, wgrad overlapped"]}
     of_one_rank.check(ways)
-    right = layer_ranks.Bench.step
-    monkeypatch.setattr(layer_ranks.Bench, "step", lambda *words: [1.1 * x for x in right(*words)])
+    step = layer_ranks.Bench.step
+    monkeypatch.setattr(layer_ranks.Bench, "step", lambda *words: [1.1 * x for x in step(*words)])
     with pytest.raises(AssertionError, match="late"):
         of_one_rank.check(ways)
 

@@ -50,8 +50,8 @@ def described(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return f"*{TYPES[argument.dtype]}"
     if isinstance(argument, tuple):
-        parts = map(described, argument)
-        return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
+        fields = map(described, argument)
+        return type(argument)(*fields) if hasattr(argument, "_fields") else tuple(fields)
     if isinstance(argument, (bool, float)):
         return "i1" if isinstance(argument, bool) else "fp32"
     return Constant(None) if argument is None else "i64" if abs(argument) >= 2**31 else "i32"
@@ -65,28 +65,30 @@ def constant(argument: Any) -> Constant:
 
 def launch_of(function: Any, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Launch:
     parameters = inspect.signature(function).parameters
-    given = dict(zip(parameters, arguments, strict=False)) | settings
+    values = dict(zip(parameters, arguments, strict=False)) | settings
     constants = {name for name, parameter in parameters.items() if "constexpr" in str(parameter.annotation)}
-    found = {name: constant(given[name]) if name in constants else described(given[name]) for name in parameters}
-    if "FACTOR" in found:  # of codes: the interpreter multiplies them in float32, a matrix unit as bfloat16
-        found["FACTOR"] = Constant("bf16", True)
+    described_values = {
+        name: constant(values[name]) if name in constants else described(values[name]) for name in parameters
+    }
+    if "FACTOR" in described_values:  # of codes: the interpreter multiplies them in float32, a matrix unit as bfloat16
+        described_values["FACTOR"] = Constant("bf16", True)
     options = {name: settings[name] for name in OPTIONS if name in settings and name not in parameters}
-    return Launch(function.__module__, function.__name__, found, options)
+    return Launch(function.__module__, function.__name__, described_values, options)
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launch]:
     """The first launch of each kernel from now on."""
-    found: dict[str, Launch] = {}
+    first_launches: dict[str, Launch] = {}
     run = InterpretedFunction.run
 
     def recorded(self: Any, *arguments: Any, **settings: Any) -> Any:
-        if self.fn.__name__ not in found:
-            found[self.fn.__name__] = launch_of(self.fn, arguments, settings)
+        if self.fn.__name__ not in first_launches:
+            first_launches[self.fn.__name__] = launch_of(self.fn, arguments, settings)
         return run(self, *arguments, **settings)
 
     monkeypatch.setattr(InterpretedFunction, "run", recorded)
-    return found
+    return first_launches
 
 
 def golden_cases(contract: Contract[Any]) -> Iterator[Case]:
@@ -102,9 +104,9 @@ def test_each_kernel_of_a_family_compiles_for_a_gpu(family, launches):
         if implementation.offers(contract.function):
             for case in golden_cases(contract):
                 evaluate(case, implementation)
-    own = [launch for launch in launches.values() if launch.module.startswith(f"moe_fast.{family}.")]
-    assert own
-    assert compiled(failures, own) == ""
+    of_family = [launch for launch in launches.values() if launch.module.startswith(f"moe_fast.{family}.")]
+    assert of_family
+    assert compiled(failures, of_family) == ""
 
 
 @interpreted
@@ -116,14 +118,14 @@ def test_the_layout_that_cuts_tiles_compiles_for_a_gpu(launches):
 @interpreted
 def test_the_kernels_between_ranks_compile_for_a_gpu(launches):
     """Of rows as codes, with few programs."""
-    world, few = World(3, 1, torch.bfloat16), Programs(1, 1)
+    world, programs = World(3, 1, torch.bfloat16), Programs(1, 1)
     (slab,) = world.slabs(64)
-    given = (world.tokens[0], world.maps[0], world.probs[0])
-    (sent,) = in_step([send(*given, Transfer(64, most=few, recipe=Recipe("block")), slab, 0)])
-    in_step([collect(torch.zeros(64, world.hidden, dtype=torch.bfloat16), None, sent[3], slab, few)])
-    own = [launch for launch in launches.values() if launch.module.startswith("moe_fast.dispatch._symmetric")]
-    assert len(own) == 6
-    assert compiled(failures, own) == ""
+    tensors = (world.tokens[0], world.maps[0], world.probs[0])
+    (sent,) = in_step([send(*tensors, Transfer(64, most=programs, recipe=Recipe("block")), slab, 0)])
+    in_step([collect(torch.zeros(64, world.hidden, dtype=torch.bfloat16), None, sent[3], slab, programs)])
+    of_family = [launch for launch in launches.values() if launch.module.startswith("moe_fast.dispatch._symmetric")]
+    assert len(of_family) == 6
+    assert compiled(failures, of_family) == ""
 
 
 @triton.jit

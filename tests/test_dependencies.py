@@ -61,18 +61,18 @@ def violations(source: str, path: Path) -> list[str]:
     tree = list(ast.walk(ast.parse(source)))
     imported = [alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names]
     imported += [node.module for node in tree if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-    known = USES[package_of(path)] | set(sys.stdlib_module_names)
+    allowed = USES[package_of(path)] | set(sys.stdlib_module_names)
     strings = [node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     named = [text for text in strings if path.parts[0] == "conformance" and FORBIDDEN_NAME.fullmatch(text)]
-    named = [text for text in named if text not in known]
-    return [module for module in imported if module.split(".")[0] not in known] + named
+    named = [text for text in named if text not in allowed]
+    return [module for module in imported if module.split(".")[0] not in allowed] + named
 
 
 @pytest.mark.parametrize("package", ["moe_ref", "moe_fast", "conformance", "fast_interpreter"])
 def test_every_import_obeys_the_law(package):
     files = sorted((ROOT / package).rglob("*.py"))
-    found = {str(file): violations(file.read_text(), file.relative_to(ROOT)) for file in files}
-    assert files and not {file: names for file, names in found.items() if names}
+    mistakes = {str(file): violations(file.read_text(), file.relative_to(ROOT)) for file in files}
+    assert files and not {file: names for file, names in mistakes.items() if names}
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,10 @@ def test_each_tensor_has_a_shape(name):
     signature = inspect.signature(PUBLIC[name], eval_str=True)
     types = {x.name: str(x.annotation) for x in signature.parameters.values()}
     tensors = [x for x, type_text in types.items() if "Tensor" in type_text and "Callable" not in type_text]
-    plain = [x for x in tensors if not re.search(r"_[A-Z0-9]+$", x)]
+    without_a_suffix = [x for x in tensors if not re.search(r"_[A-Z0-9]+$", x)]
     text = _described(PUBLIC[name])
-    said = r"[^:\n]*:(.|\n){0,200}?(\[|shape|one\s+element)"
-    assert [x for x in plain if not re.search(rf"\b{x}\b{said}", text)] == []
+    described = r"[^:\n]*:(.|\n){0,200}?(\[|shape|one\s+element)"
+    assert [x for x in without_a_suffix if not re.search(rf"\b{x}\b{described}", text)] == []
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -56,6 +56,6 @@ def test_moe_fast_refuses_an_illegal_call_in_the_words_of_the_reference(function
     for rule in contract.illegal.keys() - by_function(illegal_recipes).get(function, {}).keys():
         case = Case.family[function](function=function, illegal=rule, **scope_of(function, Space()).illegal)
         reference, fast = Refusing("moe_ref"), Refusing("moe_fast")
-        statuses = {outcome_of(case, each).status for each in (reference, fast)}
+        statuses = {outcome_of(case, implementation).status for implementation in (reference, fast)}
         if statuses == {"PASS"} and not contract.problem(case).on_device:
             assert reference.messages and fast.messages == reference.messages, rule

@@ -46,9 +46,9 @@ def check(function: Callable[..., Any]) -> None:
     """opcheck of the function as an operator, called with one tensor."""
     name = function.__name__
     operator(function)
-    given = _Dumped(((torch.ones(3),), {}), [])
+    dumped = _Dumped(((torch.ones(3),), {}), [])
     registered = getattr(torch.ops.moe_fast, f"tests_test_operators_{name}").default
-    opcheck(registered, (given.tensors, given.numbers, given.text), test_utils=("test_schema", "test_faketensor"))
+    opcheck(registered, (dumped.tensors, dumped.numbers, dumped.text), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_right_operator_passes():
@@ -56,7 +56,7 @@ def test_a_right_operator_passes():
 
 
 @pytest.mark.parametrize(
-    "wrong, why",
+    "operator, why",
     [
         (longer_without_memory, r"Shapes torch.Size\(\[3\]\) and torch.Size\(\[4\]\) are not equal"),
         (in_place, "not defined as mutable but was mutated"),
@@ -64,9 +64,9 @@ def test_a_right_operator_passes():
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_a_wrong_operator_is_found(wrong, why):
+def test_a_wrong_operator_is_found(operator, why):
     with pytest.raises(OpCheckError, match=why):
-        check(wrong)
+        check(operator)
 
 
 def test_a_launch_outside_an_operator_is_an_error_and_not_left_out():
@@ -93,8 +93,8 @@ def functions() -> Iterator[str]:
 
 
 def test_every_function_of_one_rank_is_one_call_of_a_graph():
-    known = {(function.__module__, function.__name__) for function in PUBLIC}
-    missing = [n for n in functions() if (getattr(moe_fast, n).__module__, n) not in known]
+    public = {(function.__module__, function.__name__) for function in PUBLIC}
+    missing = [n for n in functions() if (getattr(moe_fast, n).__module__, n) not in public]
     # shapes of scales follow from values, which the host reads; parameters are no part of a step
     assert missing == ["scales", "amax", *(name for name in parameters.__all__ if name in missing)]
 
@@ -118,10 +118,10 @@ class Doubled(torch.autograd.Function):
 def test_a_forward_outside_grad_mode_is_told_that_no_gradient_is_wanted():
     x = torch.ones(3, requires_grad=True)
     with torch.no_grad():
-        alone = Doubled.apply(x)
+        eager = Doubled.apply(x)
     saved = Doubled.apply(x)
     assert Doubled.asked[-2:] == [(False,), (True,)]
-    assert torch.equal(alone, saved) and (alone.requires_grad, saved.requires_grad) == (False, True)
+    assert torch.equal(eager, saved) and (eager.requires_grad, saved.requires_grad) == (False, True)
 
 
 def test_outside_grad_mode_other_derivatives_are_refused_and_not_lost():

@@ -45,7 +45,7 @@ TOOLS = {
 
 
 def _is_private(path: str) -> bool:
-    return any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
+    return any(name.startswith("_") and not name.startswith("__") for name in path.split("."))
 
 
 def _defined(trees: list[ast.Module]) -> set[str]:
@@ -87,7 +87,7 @@ def _private_uses(tree: ast.Module, defined: set[str]) -> Iterator[tuple[int, st
 
 
 def _unlisted(path: str, uses: Iterator[tuple[int, str]]) -> list[str]:
-    tools = next((names for place, names in TOOLS.items() if path.startswith(place)), ())
+    tools = next((names for module, names in TOOLS.items() if path.startswith(module)), ())
     listed = {name for part in PARTS.values() for name in (f"{part.module}.{part.path}", part.path.split(".")[-1])}
     return [
         f"{path}:{line}: {name}"

@@ -15,15 +15,15 @@ pytestmark = interpreted
 ONE_RANK = [name for name in NAMES if name not in ("dispatch", "layer")]
 
 
-def differences(ours: Any, right: Any) -> list[str]:
+def differences(ours: Any, reference: Any) -> list[str]:
     """The parameters that differ; a reference that passes settings on names none of them."""
-    own, wanted = (inspect.signature(function).parameters for function in (ours, right))
+    parameters, wanted = (inspect.signature(function).parameters for function in (ours, reference))
     passed_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in wanted.values())
     if passed_on:
         wanted = {name: p for name, p in wanted.items() if p.kind is not p.VAR_KEYWORD}
-        own = {name: p for name, p in own.items() if name in wanted}
-    told = [[(name, p.kind, p.default) for name, p in each.items()] for each in (own, wanted)]
-    return [str(one[0]) for one in set(told[0]) ^ set(told[1])]
+        parameters = {name: p for name, p in parameters.items() if name in wanted}
+    described = [[(name, p.kind, p.default) for name, p in listed.items()] for listed in (parameters, wanted)]
+    return [str(entry[0]) for entry in set(described[0]) ^ set(described[1])]
 
 
 def taking_totals(h, *, probs=None, kind="squared_relu", round_before_probs=False, totals=None):
@@ -34,8 +34,8 @@ def taking_totals(h, *, probs=None, kind="squared_relu", round_before_probs=Fals
 def test_signatures_agree(family):
     names = [contract.function for contract in FAMILIES[NAMES.index(family)].contracts]
     offered = [name for name in names if hasattr(moe_fast, name) and hasattr(moe_ref, name)]
-    found = {name: differences(getattr(moe_fast, name), getattr(moe_ref, name)) for name in offered}
-    assert found and not any(found.values()), found
+    mismatches = {name: differences(getattr(moe_fast, name), getattr(moe_ref, name)) for name in offered}
+    assert mismatches and not any(mismatches.values()), mismatches
 
 
 def test_a_setting_that_the_reference_has_not_is_found():

@@ -35,10 +35,10 @@ def records_of_launches() -> set[type]:
     return {thing for thing in made_by_launchers if hasattr(thing, "_fields") and is_kernels(thing.__module__)}
 
 
-def integers_in_records(argument: Any, inside: bool = False) -> int:
+def integers_in_records(argument: Any, in_record: bool = False) -> int:
     if isinstance(argument, tuple):
         return sum(integers_in_records(field, True) for field in argument)
-    return int(inside and isinstance(argument, int))
+    return int(in_record and isinstance(argument, int))
 
 
 def specialisation(argument: Any, on_alignment: bool = True) -> Any:
@@ -53,7 +53,7 @@ def specialisation(argument: Any, on_alignment: bool = True) -> Any:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, set]:
     """By kernel, the specialisations of later launches, whose records must hold no integer."""
-    found: dict[str, set] = {}
+    keys: dict[str, set] = {}
     run = InterpretedFunction.run
 
     def recorded(self: Any, *arguments: Any, **settings: Any) -> Any:
@@ -61,11 +61,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, set]:
         named = zip(self.arg_names, arguments, strict=False)
         ignored, at_one = (self.kwargs[key] or () for key in ("do_not_specialize", "do_not_specialize_on_alignment"))
         key = tuple(specialisation(argument, name not in at_one) for name, argument in named if name not in ignored)
-        found.setdefault(self.__name__, set()).add(key)
+        keys.setdefault(self.__name__, set()).add(key)
         return run(self, *arguments, **settings)
 
     monkeypatch.setattr(InterpretedFunction, "run", recorded)
-    return found
+    return keys
 
 
 def test_records_that_launches_pass_hold_pointers_alone() -> None:
@@ -209,7 +209,7 @@ def test_an_activation_with_and_without_probs_compiles_once(launches: dict[str, 
     h = torch.ones(4, 32, requires_grad=True)
     for probs in (None, torch.ones(4), torch.ones(4, requires_grad=True)):
         moe_fast.glu(h, probs=probs).sum().backward()
-    assert [len(launches[f"activation{part}_kernel"]) for part in ("", "_backward")] == [1, 1]
+    assert [len(launches[f"activation{suffix}_kernel"]) for suffix in ("", "_backward")] == [1, 1]
 
 
 @interpreted
@@ -238,9 +238,9 @@ def test_scales_that_columns_share_compile_a_product_once(launches: dict[str, se
 def test_rows_compile_once_for_whole_lines_for_others_and_for_strided_ones(launches: dict[str, set]) -> None:
     sizes, order = torch.tensor([1, 2]), torch.tensor([1, 0])
     lines = (torch.ones(3, 16), torch.ones(3, 48)[:, 16:])
-    others = (torch.ones(3, 5), torch.ones(3, 1), torch.ones(3, 17)[:, :16])
+    arguments = (torch.ones(3, 5), torch.ones(3, 1), torch.ones(3, 17)[:, :16])
     strided = (torch.ones(5, 3).t(), torch.ones(3, 10)[:, ::2], torch.ones(16, 3).t(), torch.ones(3, 32)[:, ::2])
-    for number, group in enumerate((lines, others, strided), 1):
+    for number, group in enumerate((lines, arguments, strided), 1):
         for tokens in group:
             moe_fast.sort_chunks(tokens, sizes, order)
         assert len(launches["sort_chunks_kernel"]) == number
@@ -270,11 +270,13 @@ NO_LINES = ((17, 1, 1, 32), (16, 1, 1, 3))
 def test_a_kernel_knows_the_integers_of_whole_lines_and_of_each_other_group(
     monkeypatch: pytest.MonkeyPatch, given: tuple[int, ...], known: list[str]
 ) -> None:
-    found: list[list[str]] = []
+    specialized: list[list[str]] = []
     monkeypatch.setattr(
         InterpretedFunction,
         "run",
-        lambda self, *_, **__: found.append([n for n in self.arg_names if n not in self.kwargs["do_not_specialize"]]),
+        lambda self, *_, **__: specialized.append(
+            [n for n in self.arg_names if n not in self.kwargs["do_not_specialize"]]
+        ),
     )
     nothing_kernel[1,](*given)
-    assert found == [known]
+    assert specialized == [known]

@@ -43,17 +43,17 @@ def found_with(glu: Any, clock: Any = faster_if_wide) -> tune.SearchResult:
 
 @interpreted
 def test_a_candidate_that_is_fast_and_wrong_does_not_enter(monkeypatch):
-    found = found_with(wrong_if_wide)
-    assert found.sizes["columns"] < WIDE and found.ratio == 1.0
-    assert any("glu FAIL" in reason for reason in found.refused)
+    chosen = found_with(wrong_if_wide)
+    assert chosen.sizes["columns"] < WIDE and chosen.ratio == 1.0
+    assert any("glu FAIL" in reason for reason in chosen.refused)
     monkeypatch.setattr(tune, "judged", lambda *_: Verdict(True))  # a search that does not judge
     assert found_with(wrong_if_wide).sizes["columns"] == WIDE
 
 
 @interpreted
 def test_a_candidate_that_is_fast_and_right_enters():
-    found = found_with(moe_fast.glu)
-    assert (found.sizes["columns"], found.ratio, found.refused) == (WIDE, 0.5, [])
+    chosen = found_with(moe_fast.glu)
+    assert (chosen.sizes["columns"], chosen.ratio, chosen.refused) == (WIDE, 0.5, [])
     assert tuning.INTERPRETER is SIZES
 
 
@@ -72,18 +72,18 @@ def test_neither_noise_nor_what_the_compiler_refuses_enters():
     def refused(calls: Any) -> dict[str, float]:
         raise MemoryError
 
-    found = found_with(moe_fast.glu, refused)
-    assert found.timed == 0 and set(found.refused) == {"MemoryError"}
+    chosen = found_with(moe_fast.glu, refused)
+    assert chosen.timed == 0 and set(chosen.refused) == {"MemoryError"}
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.path)
 def test_each_kernel_has_candidates_that_differ_in_one_number(kernel):
     record = record_at(kernel.path)(tuning.DEFAULTS)
-    found = candidates(record)
-    assert len(found) >= 2
-    for other in found:
-        changed = record_at(kernel.path)(tables.changed(tuning.DEFAULTS, kernel.path, other))
-        assert sum(getattr(changed, name) != getattr(record, name) for name in other) == 1
+    chosen = candidates(record)
+    assert len(chosen) >= 2
+    for candidate in chosen:
+        changed = record_at(kernel.path)(tables.changed(tuning.DEFAULTS, kernel.path, candidate))
+        assert sum(getattr(changed, name) != getattr(record, name) for name in candidate) == 1
 
 
 H100, H200 = Gpu("NVIDIA H100 80GB HBM3", 9, 0, 132, 80 << 30), Gpu("NVIDIA H200", 9, 0, 132, 141 << 30)

@@ -28,12 +28,12 @@ def as_on_a_hopper(monkeypatch: pytest.MonkeyPatch, kernel: Any = quantised) -> 
     """No activation is written before it is quantised; the forms of each call, by rows and by
     columns.
     """
-    asked: list[tuple[bool, bool]] = []
+    forms: list[tuple[bool, bool]] = []
 
     def recorded(rows: Any, recipe: Any, splits: Any, rowwise: bool, columnwise: bool, **options: Any) -> Any:
-        asked.append((rowwise, columnwise))
+        forms.append((rowwise, columnwise))
         return kernel(rows, recipe, splits, rowwise, columnwise, **options)
 
     monkeypatch.setattr(mlp, "can_quantize_activated", lambda rows, recipe: recipe.scaling == "block")
     monkeypatch.setattr(factors, "quantize_activated", recorded)
-    return asked
+    return forms

@@ -24,8 +24,8 @@ def compile_launch(launch: Launch) -> None:
             constants[path] = triton.language.dtype(argument.value) if argument.is_dtype else argument.value
             return "constexpr"
         if isinstance(argument, tuple):
-            parts = [typed(part, (*path, i)) for i, part in enumerate(argument)]
-            return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
+            fields = [typed(field, (*path, i)) for i, field in enumerate(argument)]
+            return type(argument)(*fields) if hasattr(argument, "_fields") else tuple(fields)
         return argument
 
     signature = {name: typed(argument, (i,)) for i, (name, argument) in enumerate(launch.arguments.items())}

@@ -42,12 +42,12 @@ class Graph:
 
     def check_operators(self) -> None:
         """Each operator that ran: its schema, and shapes and strides without memory."""
-        seen = set()
+        checked = set()
         for operator, args in self.calls:
-            if operator not in seen:
-                seen.add(operator)
+            if operator not in checked:
+                checked.add(operator)
                 torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
-        assert seen
+        assert checked
 
 
 def outcome(function: Callable[..., Any], *inputs: Any) -> Outcome:

@@ -21,7 +21,7 @@ def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     for name in READS:
         original = getattr(Tensor, name)
         monkeypatch.setattr(
-            Tensor, name, lambda self, *rest, original=original: reads.append(self) or original(self, *rest)
+            Tensor, name, lambda self, *arguments, original=original: reads.append(self) or original(self, *arguments)
         )
     return reads
 

@@ -24,19 +24,19 @@ def judge_of(implementation: str) -> Judge:
 
 def cases_of(function: str, judge: Judge, examples: int, steps: int, seed: int = 0) -> list[tuple[Case, Outcome]]:
     """All sequences with their outcomes; the last one is the first that fails, if one does."""
-    found: dict[Case, Outcome] = {}
+    outcomes: dict[Case, Outcome] = {}
 
     def noted(case: Any) -> Outcome:
-        if case not in found:
-            found[case] = judge(case)
-        return found[case]
+        if case not in outcomes:
+            outcomes[case] = judge(case)
+        return outcomes[case]
 
     try:
         run_machine(MACHINES[function], scope_of(function, Space()), noted, examples, steps, seed)
     except Differs as differs:
-        found.pop(differs.case, None)
-        found[differs.case] = differs.outcome
-    return list(found.items())
+        outcomes.pop(differs.case, None)
+        outcomes[differs.case] = differs.outcome
+    return list(outcomes.items())
 
 
 def smallest(function: str, judge: Judge, examples: int, steps: int, seed: int = 0) -> Case:

@@ -24,16 +24,16 @@ JUDGED = ("PASS", "UNINFORMATIVE")
 WITH_UNSUPPORTED = (*JUDGED, "DECLARED_UNSUPPORTED")
 
 
-def reference(**others: Any) -> SimpleNamespace:
+def reference(**replacements: Any) -> SimpleNamespace:
     """The reference, with other functions in the place of some."""
-    return SimpleNamespace(**{name: getattr(moe_ref, name) for name in moe_ref.__all__} | others)
+    return SimpleNamespace(**{name: getattr(moe_ref, name) for name in moe_ref.__all__} | replacements)
 
 
 def wrapped(function: str, wrapper: Callable[..., Any], **declared: Any) -> SimpleNamespace:
     """The reference, with `wrapper(original, *args, **settings)` in the place of one function."""
     original = getattr(moe_ref, function)
-    others = {function: functools.wraps(original)(lambda *args, **settings: wrapper(original, *args, **settings))}
-    return reference(**others, declares=lambda name: declared)
+    replacements = {function: functools.wraps(original)(lambda *args, **settings: wrapper(original, *args, **settings))}
+    return reference(**replacements, declares=lambda name: declared)
 
 
 def outcome_of(case: Case, implementation: Any) -> Outcome:
@@ -63,9 +63,9 @@ def assert_accepted(
     cases: Iterable[Case], implementation: Any, *, statuses: tuple[str, ...] = JUDGED, share: float = 0.5
 ) -> None:
     """Every case ends in one of the statuses, and more than `share` of them pass."""
-    found = {case.text: outcome_of(case, implementation) for case in cases}
-    assert {text: x.finding or x.reason for text, x in found.items() if x.status not in statuses} == {}
-    assert sum(x.status == "PASS" for x in found.values()) > share * len(found)
+    results = {case.text: outcome_of(case, implementation) for case in cases}
+    assert {text: x.finding or x.reason for text, x in results.items() if x.status not in statuses} == {}
+    assert sum(x.status == "PASS" for x in results.values()) > share * len(results)
 
 
 def in_turn(cases: Iterable[Case], name: str, names: Collection[str]) -> list[Case]:

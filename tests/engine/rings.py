@@ -30,11 +30,11 @@ def rounded(x: Tensor) -> Tensor:
     return x ^ (x >> 16 & 0xFFFF)
 
 
-def product(left: Tensor, right: Tensor, terms: slice, halves: bool) -> Tensor:
+def product(first: Tensor, second: Tensor, terms: slice, halves: bool) -> Tensor:
     """Σ left[m, k] right[n, k]."""
-    parts = embedded(left)[:, None, terms] * embedded(right)[None, :, terms] & 0xFFFFFFFF
-    half = parts.shape[2] // 2 if halves else 0
-    return rounded(parts[:, :, :half].sum(2)) + parts[:, :, half:].sum(2)
+    products = embedded(first)[:, None, terms] * embedded(second)[None, :, terms] & 0xFFFFFFFF
+    half = products.shape[2] // 2 if halves else 0
+    return rounded(products[:, :, :half].sum(2)) + products[:, :, half:].sum(2)
 
 
 def products(terms: slice = slice(None), halves: bool = False) -> SimpleNamespace:
@@ -45,9 +45,9 @@ def products(terms: slice = slice(None), halves: bool = False) -> SimpleNamespac
     """
 
     def each(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-        parts = rows.split([*counts.tolist(), len(rows) - int(counts.sum())])
-        out = [product(part, matrix, terms, halves) for part, matrix in zip(parts[:-1], matrices, strict=True)]
-        return as_float(torch.cat([*out, torch.zeros(len(parts[-1]), matrices.shape[1], dtype=torch.int64)]))
+        segments = rows.split([*counts.tolist(), len(rows) - int(counts.sum())])
+        out = [product(segment, matrix, terms, halves) for segment, matrix in zip(segments[:-1], matrices, strict=True)]
+        return as_float(torch.cat([*out, torch.zeros(len(segments[-1]), matrices.shape[1], dtype=torch.int64)]))
 
     def grouped_linear(rows: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
         return each(rows, weight, tokens_per_expert)
@@ -57,8 +57,10 @@ def products(terms: slice = slice(None), halves: bool = False) -> SimpleNamespac
 
     def grouped_wgrad(d_out: Tensor, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
         ends = tokens_per_expert.cumsum(0).tolist()
-        parts = [slice(end - n, end) for end, n in zip(ends, tokens_per_expert.tolist(), strict=True)]
-        return as_float(torch.stack([product(d_out[part].T, rows[part].T, terms, halves) for part in parts]))
+        segments = [slice(end - n, end) for end, n in zip(ends, tokens_per_expert.tolist(), strict=True)]
+        return as_float(
+            torch.stack([product(d_out[segment].T, rows[segment].T, terms, halves) for segment in segments])
+        )
 
     functions = (grouped_linear, grouped_dgrad, grouped_wgrad)
     return SimpleNamespace(**{f.__name__: f for f in functions}, declares=lambda function: {"differentiable": False})

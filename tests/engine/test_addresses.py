@@ -24,9 +24,9 @@ def outside(launch) -> str:
     return addresses.outside
 
 
-def copied(before: int, behind: int, source: torch.Tensor | None = None) -> str:
+def copied(rows_before: int, behind: int, source: torch.Tensor | None = None) -> str:
     x = torch.ones(N, dtype=torch.int32) if source is None else source
-    return outside(lambda y: strays.copy[(1,)](x, y, N, before, behind, BLOCK=16))
+    return outside(lambda y: strays.copy[(1,)](x, y, N, rows_before, behind, BLOCK=16))
 
 
 def test_a_kernel_that_keeps_to_its_tensors_is_not_told_of():
@@ -67,9 +67,9 @@ def test_a_read_beside_an_empty_tensor_is_told():
 
 
 def test_a_view_may_be_read_around():
-    whole = torch.ones(64, dtype=torch.int32)
-    assert copied(3, 3, whole[8 : 8 + N]) == ""
-    assert copied(3, 3, whole[1 : 1 + N]) != ""
+    storage = torch.ones(64, dtype=torch.int32)
+    assert copied(3, 3, storage[8 : 8 + N]) == ""
+    assert copied(3, 3, storage[1 : 1 + N]) != ""
 
 
 def test_the_guards_of_fresh_memory_are_no_part_of_it():
@@ -88,5 +88,5 @@ def test_a_pointer_made_of_an_integer_is_not_watched():
 def test_the_suite_fails_an_implementation_that_reads_too_far():
     cases = cases_of(Section("fixed", "indices_to_multihot"), PROFILES["gate"], Space(), 0)
     outcomes = [evaluate(case, load("tests.honest.strays")) for case in cases]
-    told = [outcome.finding["message"] for outcome in outcomes if outcome.status == "FAIL"]
-    assert told and all("kernel copy" in message for message in told)
+    messages = [outcome.finding["message"] for outcome in outcomes if outcome.status == "FAIL"]
+    assert messages and all("kernel copy" in message for message in messages)

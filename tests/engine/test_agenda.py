@@ -97,11 +97,11 @@ def test_requests_come_before_cases_and_ranked_cases_one_by_one():
 
 def test_a_world_has_its_own_rounds():
     agenda = Agenda()
-    late, early = (DispatchCase(function="alltoall_dispatch", counts=(1, 2), seed=seed) for seed in range(2))
+    late, earlier = (DispatchCase(function="alltoall_dispatch", counts=(1, 2), seed=seed) for seed in range(2))
     agenda.add(structure("permute", 0), 0)
     agenda.add([late], 2)
-    agenda.add([early], 1)
-    assert [agenda.take_ranked() for _ in range(3)] == [early, late, None]
+    agenda.add([earlier], 1)
+    assert [agenda.take_ranked() for _ in range(3)] == [earlier, late, None]
     assert taken(agenda) == [("permute", 0)]
 
 

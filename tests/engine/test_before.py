@@ -25,7 +25,7 @@ CHUNKS = ChunksCase(function="sort_chunks", sizes=(2, 1), order=(1, 0), hidden=2
 
 def attempts_needing(*needed):
     """An attempt that fails after all these calls, and the cases attempted."""
-    return failing_if(lambda case: all(one in case.before for one in needed))
+    return failing_if(lambda case: all(call in case.before for call in needed))
 
 
 def test_the_last_calls_that_bring_the_failure_back_are_part_of_the_case():
@@ -45,24 +45,24 @@ def test_calls_of_other_functions_are_tried_after_those_of_its_own():
 
 def test_calls_before_calls_count_once():
     attempt, _ = attempts_needing(CAUSE)
-    found = with_calls_before(TINY, failed(), [replace(OTHERS[0], before=(CAUSE,))], attempt, LONG)
-    assert found is not None and found[0].before == (CAUSE, OTHERS[0])
+    reduced = with_calls_before(TINY, failed(), [replace(OTHERS[0], before=(CAUSE,))], attempt, LONG)
+    assert reduced is not None and reduced[0].before == (CAUSE, OTHERS[0])
 
 
-@pytest.mark.parametrize("again", [Outcome("PASS"), failed("probs"), Outcome("CRASH")], ids=lambda x: x.status)
-def test_a_failure_that_no_calls_bring_back_stays_as_it_is(again):
-    assert with_calls_before(TINY, failed(), OTHERS, lambda case: again, LONG) is None
+@pytest.mark.parametrize("calls_again", [Outcome("PASS"), failed("probs"), Outcome("CRASH")], ids=lambda x: x.status)
+def test_a_failure_that_no_calls_bring_back_stays_as_it_is(calls_again):
+    assert with_calls_before(TINY, failed(), OTHERS, lambda case: calls_again, LONG) is None
     assert with_calls_before(TINY, failed(), (), lambda case: failed(), LONG) is None
     assert with_calls_before(TINY, failed(), OTHERS, lambda case: failed(), -1) is None
 
 
 def test_calls_before_are_left_out_and_made_smaller():
-    attempt, _ = failing_if(lambda case: sum(one.experts == 1 and one.tokens > 1 for one in case.before) > 1)
-    found = reduce(replace(TINY, before=(*OTHERS, CAUSE, *OTHERS, CAUSE, CAUSE)), failed(), attempt, LONG)
+    attempt, _ = failing_if(lambda case: sum(call.experts == 1 and call.tokens > 1 for call in case.before) > 1)
+    reduced = reduce(replace(TINY, before=(*OTHERS, CAUSE, *OTHERS, CAUSE, CAUSE)), failed(), attempt, LONG)
     least = RoutingCase(function="permute", tokens=2, experts=1, hidden=0, routing=(0, 0))
-    assert found.finished
-    assert found.case.before == (least, least)
-    assert (found.case.tokens, found.case.hidden) == (0, 0)
+    assert reduced.finished
+    assert reduced.case.before == (least, least)
+    assert (reduced.case.tokens, reduced.case.hidden) == (0, 0)
 
 
 def test_the_record_holds_the_calls_before():
@@ -76,7 +76,7 @@ RANKED = DispatchCase(function="alltoall_dispatch", counts=(1, 1), local_experts
 
 
 @pytest.mark.parametrize(
-    "record, told",
+    "record, sentence",
     [
         (TINY.record() | {"before": 3}, "must be a list of cases"),
         (TINY.record() | {"before": [TINY.record(), {"function": "fly"}]}, r"before\[1\]: function is 'fly'"),
@@ -86,21 +86,21 @@ RANKED = DispatchCase(function="alltoall_dispatch", counts=(1, 1), local_experts
         (TINY.record() | {"before": [replace(TINY, law="gravity").record()]}, r"before\[0\]: law is 'gravity'"),
     ],
 )
-def test_calls_before_that_cannot_run_are_refused(record, told):
-    with pytest.raises(CaseError, match=told):
+def test_calls_before_that_cannot_run_are_refused(record, sentence):
+    with pytest.raises(CaseError, match=sentence):
         checked(case_from(record))
 
 
 def smallest(name, folder):
     """What a session reports after four cases with one expert and one with two, which fails."""
     causes = [RoutingCase(function="permute", tokens=0, experts=1, hidden=0)] * 4
-    wrong = RoutingCase(function="permute", tokens=1, experts=2, hidden=1, routing=(1,))
+    failing = RoutingCase(function="permute", tokens=1, experts=2, hidden=1, routing=(1,))
     options = Options(
         f"tests.engine.misbehaving:{name}", profile="nightly", device="cpu", jobs=1, corpus=str(folder / "corpus")
     )
     with contextlib.closing(Session(options, folder / "ledger")) as session:
         session.start()
-        ran = list(session.pool.run([*causes, wrong]))
+        ran = list(session.pool.run([*causes, failing]))
         ((case, outcome),) = [(case, outcome) for case, outcome in ran if outcome.status == "FAIL"]
         failure = session.smallest(failure_key(case, outcome), case, outcome, "here")
         assert failure is not None
@@ -108,14 +108,14 @@ def smallest(name, folder):
 
 
 def test_a_session_reports_a_case_that_fails_alone_with_its_calls_before(tmp_path):
-    failure, alone = smallest("Remembers", tmp_path)
-    assert (failure.outcome.status, failure.smallest, alone) == ("FAIL", True, "FAIL")
+    failure, outcome_alone = smallest("Remembers", tmp_path)
+    assert (failure.outcome.status, failure.smallest, outcome_alone) == ("FAIL", True, "FAIL")
     assert len(failure.case.before) == 3
-    assert {one.experts for one in failure.case.before} == {1}
+    assert {call.experts for call in failure.case.before} == {1}
 
 
 def test_a_fault_that_does_not_come_back_is_flaky(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    failure, alone = smallest("WrongOnce", tmp_path)
-    assert (failure.outcome.status, failure.case.before, alone) == ("FLAKY", (), "PASS")
+    failure, outcome_alone = smallest("WrongOnce", tmp_path)
+    assert (failure.outcome.status, failure.case.before, outcome_alone) == ("FLAKY", (), "PASS")
     assert "after the calls before it" in failure.outcome.reason

@@ -49,11 +49,11 @@ def test_a_world_reports_a_case_that_fails_alone_with_its_calls_before(tmp_path)
         assert failure is not None
         assert (failure.outcome.status, failure.smallest) == ("FAIL", True)
         # rank 1 gave back the buffer that it had two calls before
-        one, two = (ShiftCase(function="shift", ranks=2, rows=rows) for rows in (1, 2))
-        assert failure.case == replace(one, before=(two, replace(one, rows=0)))
-        again = checked(case_from(json.loads(failure.case.text)))
-        assert session.pool.run_alone(again).status == "FAIL"
-        assert session.pool.run_alone(replace(again, before=again.before[1:])).status == "PASS"
+        first, two = (ShiftCase(function="shift", ranks=2, rows=rows) for rows in (1, 2))
+        assert failure.case == replace(first, before=(two, replace(first, rows=0)))
+        reread = checked(case_from(json.loads(failure.case.text)))
+        assert session.pool.run_alone(reread).status == "FAIL"
+        assert session.pool.run_alone(replace(reread, before=reread.before[1:])).status == "PASS"
 
 
 def test_a_call_before_that_ends_the_ranks_is_named(tmp_path):
@@ -71,18 +71,18 @@ def test_a_case_of_ranks_keeps_its_ranks_while_others_run_before_it():
         return failed() if case.before else Outcome("PASS")
 
     gate = GateCase(function="gate", counts=(1, 1), experts=1, hidden=1)
-    found = reduce(replace(gate, before=(gate,)), failed(), attempt, LONG)
-    assert found.finished
-    assert {bool(one.counts) for case in tried if case.before for one in (case, *case.before)} == {True}
+    reduced = reduce(replace(gate, before=(gate,)), failed(), attempt, LONG)
+    assert reduced.finished
+    assert {bool(call.counts) for case in tried if case.before for call in (case, *case.before)} == {True}
     assert any(not case.before and not case.counts for case in tried) is False
 
 
 def test_a_dispatcher_that_keeps_an_older_buffer_has_a_small_case():
     """AD77: two rows, then any call, then one row, which is that of the first call."""
-    one = DispatchCase(function="alltoall_dispatch", hidden=5, slots=(0,))
-    two = replace(one, local_experts=2, topk=2, slots=(1, 0), seed=1)
-    case = checked(case_from(json.loads(replace(one, before=(two, one)).text)))
+    first = DispatchCase(function="alltoall_dispatch", hidden=5, slots=(0,))
+    two = replace(first, local_experts=2, topk=2, slots=(1, 0), seed=1)
+    case = checked(case_from(json.loads(replace(first, before=(two, first)).text)))
     with Pool(ChildOptions("conformance.mutants.planted:AD77.moe_ref", "cpu")) as pool:
         pool.start()
         assert pool.run_alone(case).status == "FAIL"
-        assert pool.run_alone(replace(case, before=(one, one))).status == "PASS"
+        assert pool.run_alone(replace(case, before=(first, first))).status == "PASS"

@@ -12,10 +12,10 @@ ALONE = Outcome("FAIL", finding={"output": "rows", "check": "exact", "message": 
 
 
 def test_a_second_call_that_fails_alone_is_the_failure():
-    for wrong in neighbours(CONTRACTS["permute"], CASE):
-        found = blamed(CASE, AFTER_ANOTHER, lambda case, wrong=wrong: ALONE if case == wrong else Outcome("PASS"))
-        assert found == (wrong, ALONE)
-        assert wrong.law == ""
+    for failing in neighbours(CONTRACTS["permute"], CASE):
+        blame = blamed(CASE, AFTER_ANOTHER, lambda case, failing=failing: ALONE if case == failing else Outcome("PASS"))
+        assert blame == (failing, ALONE)
+        assert failing.law == ""
 
 
 def test_a_second_call_that_passes_alone_fails_because_of_the_first():

@@ -38,9 +38,9 @@ def test_the_draws_reach_all_that_is_promised(function):
 def values(function: str, cases) -> set[tuple[str, Any]]:
     """The words and flags among the values of the axes, and the laws, that the cases have."""
     axes = {axis.name for axis in scope_of(function, Space()).axes} | {"law"}
-    found = {(name, getattr(case, name)) for case in cases for name in axes}
-    flags = {(name, value) for name, value in found if isinstance(value, bool)}
-    return flags | {(name, word) for name, value in found if isinstance(value, str) for word in value.split("+")}
+    pairs = {(name, getattr(case, name)) for case in cases for name in axes}
+    flags = {(name, value) for name, value in pairs if isinstance(value, bool)}
+    return flags | {(name, word) for name, value in pairs if isinstance(value, str) for word in value.split("+")}
 
 
 LEFT_TO_THE_ARRAY = {  # values that no draw has
@@ -61,10 +61,10 @@ def test_the_draws_reach_each_word_and_flag_of_the_covering_array(function):
 
 @of_every_function
 def test_draws_that_are_held_back_are_missed(function):
-    plain = draws(function)[0].changed(law="", poison="nan")
+    default = draws(function)[0].changed(law="", poison="nan")
     wanted = values(function, covered(function).cases)
-    held_back = {one for one in wanted if one[0] in ("law", "poison")} - {("law", ""), ("poison", "nan")}
-    assert held_back and held_back <= wanted - values(function, [plain])
+    held_back = {pair for pair in wanted if pair[0] in ("law", "poison")} - {("law", ""), ("poison", "nan")}
+    assert held_back and held_back <= wanted - values(function, [default])
 
 
 # ---- what they depend on
@@ -72,10 +72,10 @@ def test_draws_that_are_held_back_are_missed(function):
 
 @pytest.mark.parametrize("function", OF_EACH_FAMILY)
 def test_the_same_seed_draws_the_same_cases_and_another_seed_others(function):
-    first, again, other = (drawn(strategy(function, Space()), seed, 8) for seed in (7, 7, 8))
-    assert first == again
+    first, repeated, of_other_seed = (drawn(strategy(function, Space()), seed, 8) for seed in (7, 7, 8))
+    assert first == repeated
     assert len({case.id for case in first}) == 8
-    assert len({case.id for case in first} & {case.id for case in other}) < 4
+    assert len({case.id for case in first} & {case.id for case in of_other_seed}) < 4
 
 
 DRAW_ELSEWHERE = """
@@ -91,7 +91,7 @@ for function in sys.argv[1:]:
 
 def test_the_cases_depend_on_neither_folder_nor_process(tmp_path):
     environment = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)}
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", DRAW_ELSEWHERE, *OF_EACH_FAMILY],
         cwd=tmp_path,
         env=environment,
@@ -104,7 +104,7 @@ def test_the_cases_depend_on_neither_folder_nor_process(tmp_path):
         for function in OF_EACH_FAMILY
         for kind in ("fixed", "drawn")
     ]
-    assert told.splitlines() == [" ".join(case.id for case in cases) for cases in here]
+    assert printed.splitlines() == [" ".join(case.id for case in cases) for cases in here]
 
 
 def test_seeds_of_sections_differ():
@@ -128,8 +128,8 @@ def smoke_has(function: str, device: str, settings: dict) -> bool:
     sections = (Section("fixed", function), Section("drawn", function))
     cases = [case for section in sections for case in cases_of(section, PROFILES["smoke"], Space(device), 0)]
     calls = [CONTRACTS[function].problem(case).settings for case in cases if not case.illegal]
-    given = [{name: True if isinstance(x, Tensor) else x for name, x in call.items()} for call in calls]
-    return any(settings.items() <= (AFTER | call).items() for call in given)
+    calls_settings = [{name: True if isinstance(x, Tensor) else x for name, x in call.items()} for call in calls]
+    return any(settings.items() <= (AFTER | call).items() for call in calls_settings)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -26,8 +26,8 @@ of_every_function = pytest.mark.parametrize(
 def all_cases(function: str, space: Space) -> list[Case]:
     random = draws(function)[:25] if space == Space() else drawn(strategy(function, space), 3, 10)
     pairs = (covered(function) if space == Space() else rough(function, space)).cases
-    more = scope_of(function, space).more(pairs) if function not in COLLECTIVES else []
-    return [*fixed_cases(function, space), *pairs, *more, *scope_of(function, space).far(), *random]
+    added = scope_of(function, space).more(pairs) if function not in COLLECTIVES else []
+    return [*fixed_cases(function, space), *pairs, *added, *scope_of(function, space).far(), *random]
 
 
 def rough(function: str, space: Space) -> covering.Covered:
@@ -52,8 +52,8 @@ def tensors_of(case: Case) -> dict[str, bytes]:
 def test_cases_are_legal_and_survive_json_with_equal_tensors(function):
     """Every fifth: the gate computes all of them."""
     for case in every_case(function)[FUNCTIONS.index(function) % 5 :: 5]:
-        again = checked(case_from(json.loads(case.text)))  # the reference computes it
-        assert again == case and (case.illegal or tensors_of(again) == tensors_of(case))
+        reread = checked(case_from(json.loads(case.text)))  # the reference computes it
+        assert reread == case and (case.illegal or tensors_of(reread) == tensors_of(case))
         assert case.law in ("", *scope_of(case.function, Space()).laws(case))
 
 
@@ -61,9 +61,9 @@ def test_cases_are_legal_and_survive_json_with_equal_tensors(function):
 def test_every_neighbour_is_a_legal_other_case(function):
     contract = CONTRACTS[function]
     for case in draws(function)[:10]:
-        other = scope_of(function, Space()).neighbour(case)
-        assert other.text != case.text
-        contract.expected(other, contract.problem(other), {})
+        neighbour = scope_of(function, Space()).neighbour(case)
+        assert neighbour.text != case.text
+        contract.expected(neighbour, contract.problem(neighbour), {})
 
 
 def asked_for(case: Case) -> set[tuple[str, str]]:

@@ -23,8 +23,8 @@ DEFECT = "conformance.mutants.planted:P21.moe_ref.permutation"
 WORKERS = 2
 
 
-def options(folder: Path, **more) -> Options:
-    return Options(DEFECT, profile="smoke", device="cpu", jobs=1, corpus=str(folder), function="permute", **more)
+def options(folder: Path, **settings) -> Options:
+    return Options(DEFECT, profile="smoke", device="cpu", jobs=1, corpus=str(folder), function="permute", **settings)
 
 
 def losing_one(mark: Path) -> Callable[..., Answer]:
@@ -43,34 +43,34 @@ def test_two_workers_of_which_one_is_lost_give_the_verdict_of_one_machine(tmp_pa
     monkeypatch.setattr(ray, "init", functools.partial(ray.init, num_cpus=WORKERS))
     monkeypatch.setattr(cluster, "SHARDS", 1)
     monkeypatch.setattr(cluster, "run_shard", losing_one(tmp_path / "lost"))
-    said: list[str] = []
-    spread = judge_on(options(tmp_path / "spread"), "local", said.append)
-    alone = judge(options(tmp_path / "alone"))
+    printed: list[str] = []
+    spread = judge_on(options(tmp_path / "spread"), "local", printed.append)
+    on_one_machine = judge(options(tmp_path / "alone"))
     assert (
         (tmp_path / "lost").exists()
-        and said[0] == f"{WORKERS} shards on {WORKERS} workers"
-        and len(said) == 1 + WORKERS
+        and printed[0] == f"{WORKERS} shards on {WORKERS} workers"
+        and len(printed) == 1 + WORKERS
     )
     for name in ("verdict", "exit_code", "cases", "problems"):
-        assert getattr(spread, name) == getattr(alone, name), name
+        assert getattr(spread, name) == getattr(on_one_machine, name), name
     assert spread.verdict == "NOT CONFORMANT"
-    assert spread.functions["permute"].counts == alone.functions["permute"].counts
-    assert {x["id"] for x in spread.failures} >= {x["id"] for x in alone.failures}
+    assert spread.functions["permute"].counts == on_one_machine.functions["permute"].counts
+    assert {x["id"] for x in spread.failures} >= {x["id"] for x in on_one_machine.failures}
     assert {path.stem for path in (tmp_path / "spread").glob("*.json")} >= {x["id"] for x in spread.failures}
 
 
 def test_a_shard_gets_the_options_of_the_run(tmp_path):
-    given = options(tmp_path, seed=3, where="align=16", seconds=9.0, report=["x.json"])
+    run_options = options(tmp_path, seed=3, where="align=16", seconds=9.0, report=["x.json"])
     wanted = ["--impl", DEFECT, "--where", "align=16", "--run-seed", "3", "--shard", "2/8"]
-    asked = command(given, "2/8")
-    assert asked[0] == "run" and "--report" not in asked and "--seconds" not in asked
-    assert all(word in asked for word in wanted)
+    arguments = command(run_options, "2/8")
+    assert arguments[0] == "run" and "--report" not in arguments and "--seconds" not in arguments
+    assert all(word in arguments for word in wanted)
 
 
-@pytest.mark.parametrize("more", [{"shard": "1/2"}, {"baseline": __file__}])
-def test_options_of_one_machine_are_refused(tmp_path, more):
+@pytest.mark.parametrize("settings", [{"shard": "1/2"}, {"baseline": __file__}])
+def test_options_of_one_machine_are_refused(tmp_path, settings):
     with pytest.raises(UsageError, match="neither --shard nor --baseline"):
-        judge_on(options(tmp_path, **more), "local")
+        judge_on(options(tmp_path, **settings), "local")
 
 
 def test_without_ray_the_way_out_is_named(tmp_path, monkeypatch):
@@ -80,7 +80,7 @@ def test_without_ray_the_way_out_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "more", "found"),
+    ("nodes", "settings", "workers"),
     [
         ([{"CPU": 64.0, "GPU": 8.0}, {"CPU": 8.0}], {"device": "auto"}, (8, {"num_gpus": 1})),
         ([{"CPU": 64.0}, {"CPU": 3.0}], {"device": "auto", "jobs": 0}, (33, {"num_cpus": 2})),
@@ -88,8 +88,8 @@ def test_without_ray_the_way_out_is_named(tmp_path, monkeypatch):
         ([{"CPU": 1.0}, {"CPU": 3.0}], {"device": "cpu", "jobs": 4}, (1, {"num_cpus": 3})),
     ],
 )
-def test_a_worker_is_a_gpu_or_the_cores_of_a_run(nodes, more, found):
-    assert workers_of(nodes, Options(DEFECT, **more)) == found
+def test_a_worker_is_a_gpu_or_the_cores_of_a_run(nodes, settings, workers):
+    assert workers_of(nodes, Options(DEFECT, **settings)) == workers
 
 
 def test_a_gpu_that_no_node_has_is_an_error():

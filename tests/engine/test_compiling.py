@@ -50,12 +50,12 @@ def test_other_kernels_are_compiled_at_the_same_time(tmp_path):
 
 
 def test_a_compilation_that_fails_lets_the_others_go_on(tmp_path):
-    failing, other = Compiler(str(tmp_path)), Compiler(str(tmp_path))
+    failing, second = Compiler(str(tmp_path)), Compiler(str(tmp_path))
     failing._begin(key="a", fn=KERNEL)
     assert failing.take() == []  # the case has ended, by an error
-    other._begin(key="a", fn=KERNEL)
-    other._end(key="a", fn=KERNEL)
-    assert len(other.take()) == 1
+    second._begin(key="a", fn=KERNEL)
+    second._end(key="a", fn=KERNEL)
+    assert len(second.take()) == 1
 
 
 class Function:
@@ -66,11 +66,11 @@ class Function:
 
     @property
     def cache_key(self) -> str:
-        found = self.finder()
+        sources = self.finder()
         if self.callee:
-            found._update_hash(self.callee)
-        self.constants = found.constants | {"BLOCK": 4}
-        return f"kernel {self.constants if not self.callee else found.constants}"
+            sources._update_hash(self.callee)
+        self.constants = sources.constants | {"BLOCK": 4}
+        return f"kernel {self.constants if not self.callee else sources.constants}"
 
 
 def finder_of_triton() -> type:

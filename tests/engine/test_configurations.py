@@ -52,7 +52,7 @@ def test_the_same_constants_and_options_are_one_configuration(kernel):
 
 
 @pytest.mark.parametrize(
-    "other",
+    "change",
     [
         {"BLOCK": 128},
         {"bias_ptr": None},
@@ -60,11 +60,11 @@ def test_the_same_constants_and_options_are_one_configuration(kernel):
         {"grid": (1,)},
         {"compiled": SimpleNamespace(num_warps=8, num_stages=2, maxnreg=None, num_ctas=1)},
     ],
-    ids=lambda other: next(iter(other)),
+    ids=lambda change: next(iter(change)),
 )
-def test_another_constant_option_or_grid_is_another_configuration(kernel, other):
-    plain: dict[str, Any] = {"grid": (2,), "x_ptr": 1, "bias_ptr": 2, "BLOCK": 64}
-    assert launch(kernel, **plain) != launch(kernel, **plain | other)
+def test_another_constant_option_or_grid_is_another_configuration(kernel, change):
+    arguments: dict[str, Any] = {"grid": (2,), "x_ptr": 1, "bias_ptr": 2, "BLOCK": 64}
+    assert launch(kernel, **arguments) != launch(kernel, **arguments | change)
 
 
 def test_a_configuration_is_described_once(kernel):
@@ -102,25 +102,31 @@ DESCRIBED = {
 }
 
 
-def outcome(status: str, judged: list[str], others: Sequence[str] = (), kind: str = "outcome") -> dict[str, Any]:
-    return {"kind": kind, "status": status, "configurations": judged, "launched": [*others], "descriptions": DESCRIBED}
+def outcome(status: str, judged: list[str], launched: Sequence[str] = (), kind: str = "outcome") -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "status": status,
+        "configurations": judged,
+        "launched": [*launched],
+        "descriptions": DESCRIBED,
+    }
 
 
 def test_a_configuration_is_judged_by_informative_cases_alone():
     ledger = [outcome("PASS", ["a 1"], ["a 2"]), outcome("UNINFORMATIVE", ["b 3"]), outcome("FAIL", ["a 1"])]
-    found = of_ledger(ledger, ("PASS", "FAIL"))
-    assert {name: (x["judged"], x["launched"]) for name, x in found.items()} == {
+    judged = of_ledger(ledger, ("PASS", "FAIL"))
+    assert {name: (x["judged"], x["launched"]) for name, x in judged.items()} == {
         "a 1": (2, 2),
         "a 2": (0, 1),
         "b 3": (0, 1),
     }
-    assert unjudged(found) == ["m.a (a 2, 1 warps)", "m.b (b 3, 1 warps)"]
-    assert by_kernel(found) == {"m.a": (2, 1, 2), "m.b": (1, 0, 0)}
+    assert unjudged(judged) == ["m.a (a 2, 1 warps)", "m.b (b 3, 1 warps)"]
+    assert by_kernel(judged) == {"m.a": (2, 1, 2), "m.b": (1, 0, 0)}
 
 
 def test_launches_that_reduce_a_failure_judge_nothing():
-    found = of_ledger([outcome("FAIL", ["a 1"], kind="request")], ("FAIL",))
-    assert found["a 1"]["judged"] == 0
+    judged = of_ledger([outcome("FAIL", ["a 1"], kind="request")], ("FAIL",))
+    assert judged["a 1"]["judged"] == 0
 
 
 def test_shards_add_up():

@@ -53,8 +53,8 @@ def legal_by_few(function: str) -> set:
     axes, legal_pairs = axes_of(function), set()
     changes = [{name: value} for name, values in axes.items() for value in values[1:]]
     for x, y in itertools.combinations(sorted(axes), 2):
-        others = [change for change in changes if not {x, y} & set(change)]
-        rows = [{}, *others, *(a | b for a, b in itertools.combinations(others, 2) if len(a | b) > 1)]
+        other_changes = [change for change in changes if not {x, y} & set(change)]
+        rows = [{}, *other_changes, *(a | b for a, b in itertools.combinations(other_changes, 2) if len(a | b) > 1)]
         for a, b in itertools.product(axes[x], axes[y]):
             if any(legal(function, {x: a, y: b} | row) for row in rows):
                 legal_pairs.add(((x, a), (y, b)))
@@ -75,8 +75,8 @@ def reached_by(cases: list[Case]) -> set:
 )
 def test_pairs_that_few_axes_allow_are_those_of_all_combinations(function):
     axes = axes_of(function)
-    every = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
-    assert legal_by_few(function) == pairs(row for row in every if legal(function, row))
+    rows = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
+    assert legal_by_few(function) == pairs(row for row in rows if legal(function, row))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

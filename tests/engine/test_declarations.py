@@ -119,10 +119,10 @@ def test_declares_that_raises_about_one_function_says_nothing_of_the_others(erro
 
 
 def test_declares_is_asked_once_and_not_for_long(monkeypatch):
-    asked = []
+    questions = []
 
     def declares(function):
-        asked.append(function)
+        questions.append(function)
         time.sleep(3600)
 
     monkeypatch.setattr(child, "DECLARE_SECONDS", 0.1)
@@ -130,7 +130,7 @@ def test_declares_is_asked_once_and_not_for_long(monkeypatch):
     assert child._declarations("permute", implementation, CONTRACTS["permute"]) == DEFAULTS
     with pytest.raises(Undeclared, match=r"TimeoutError: no answer within 0\.1 s"):
         implementation.declares("permute")
-    assert asked == ["permute"]
+    assert questions == ["permute"]
 
 
 # ---- supports, transport

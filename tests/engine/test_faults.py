@@ -8,9 +8,9 @@ from conformance.engine.child.faults import KILLED, SURVIVED, TRIES, WITHOUT_EFF
 from conformance.engine.child.outcome import Outcome
 
 
-def launched(fault: Fault, name: str, x: torch.Tensor, value: float, **others) -> None:
+def launched(fault: Fault, name: str, x: torch.Tensor, value: float, **constants) -> None:
     """A launch of the configuration that writes `value` everywhere."""
-    fault.enter(name, {"x_ptr": x} | others)
+    fault.enter(name, {"x_ptr": x} | constants)
     x.fill_(value)
     fault.exit()
 
@@ -70,11 +70,11 @@ CASE = case_from({"function": "jitter", "tokens": 3})
 @pytest.fixture
 def effects(monkeypatch) -> dict[str, bool]:
     """Whether the fault in a configuration, by name, has an effect."""
-    found: dict[str, bool] = {}
+    differs: dict[str, bool] = {}
 
     class Planted:
         def __init__(self, name: str) -> None:
-            self.effect = found.get(name, True)
+            self.effect = differs.get(name, True)
 
         def __enter__(self) -> "Planted":
             return self
@@ -83,7 +83,7 @@ def effects(monkeypatch) -> dict[str, bool]:
             pass
 
     monkeypatch.setattr("conformance.engine.child.faults.planted", Planted)
-    return found
+    return differs
 
 
 def test_a_fault_is_killed_once(effects):

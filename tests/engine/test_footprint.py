@@ -94,8 +94,8 @@ def test_code_that_hides_what_it_runs_depends_on_all_files(kind, kits):
 def test_a_footprint_that_ignores_values_misses_a_registered_function(tmp_path, monkeypatch):
     monkeypatch.setattr(Closure, "_binds", lambda *_: False)
     files, reached = EDITS["a function in a registry"]
-    before, now = footprints_here(write(tmp_path / "before")), footprints_here(write(tmp_path / "now", files))
-    assert set(changes(before, now)) != reached
+    earlier, now = footprints_here(write(tmp_path / "before")), footprints_here(write(tmp_path / "now", files))
+    assert set(changes(earlier, now)) != reached
 
 
 def test_the_reason_names_the_module(kits):
@@ -123,8 +123,8 @@ def test_a_file_that_is_gone_is_noticed(kits, tmp_path):
 
 def test_objects_whose_attributes_raise_are_passed_over(kits, tmp_path):
     silent = "class Silent:\n    def __getattribute__(self, name): raise RuntimeError(name)\n\n\nSILENT = [Silent()]\n"
-    (again,) = footprints_in(write(tmp_path, {"scales.py": FILES["scales.py"] + silent}))
-    assert changes(kits[""], again) == {"jitter": "changed kit.scales"}
+    (footprint,) = footprints_in(write(tmp_path, {"scales.py": FILES["scales.py"] + silent}))
+    assert changes(kits[""], footprint) == {"jitter": "changed kit.scales"}
 
 
 def test_a_variable_of_the_environment_is_noticed_where_it_is_read(kits, tmp_path, monkeypatch):
@@ -163,11 +163,11 @@ def test_whatever_runs_is_in_the_footprint(function, kernels):
 def test_every_offered_function_has_a_footprint_of_modules(kernels):
     implementation = load("moe_fast")
     assert set(kernels.functions) == {name for name in CONTRACTS if implementation.offers(name)}
-    assert not [label for parts in kernels.functions.values() for label in parts if "all files" in label]
+    assert not [label for modules in kernels.functions.values() for label in modules if "all files" in label]
 
 
 def test_a_kernel_is_in_the_footprints_of_its_family_and_the_layer(kernels):
-    holding = {name for name, parts in kernels.functions.items() if "moe_fast.router._capacity" in parts}
+    holding = {name for name, modules in kernels.functions.items() if "moe_fast.router._capacity" in modules}
     assert holding == {name for name in router.__all__ if name in CONTRACTS} & kernels.functions.keys() | {"moe_layer"}
 
 

@@ -31,8 +31,8 @@ def test_a_source_is_parsed_once() -> None:
     functions = parsing_type()
     parse_once(functions)
     parse_once(functions)  # as in a process that is asked again
-    one, other = functions("a b"), functions("a b")
-    assert one.parse() is one.parse() and other.parse() == ["a", "b"]
+    first, second = functions("a b"), functions("a b")
+    assert first.parse() is first.parse() and second.parse() == ["a", "b"]
     assert functions.parsed == 2
 
 
@@ -97,9 +97,9 @@ def test_filters_of_warnings_stay_and_warnings_are_given() -> None:
     module.warnings = warnings  # type: ignore[attr-defined]
     leave_filters(module)
     leave_filters(module)
-    before = [*warnings.filters]
+    filters = [*warnings.filters]
     with module.warnings.catch_warnings():
         module.warnings.simplefilter("ignore", DeprecationWarning)
-        assert warnings.filters == before
+        assert warnings.filters == filters
     with pytest.warns(UserWarning, match="of a kernel"):
         module.warnings.warn("of a kernel", stacklevel=1)

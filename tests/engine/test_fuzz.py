@@ -44,8 +44,8 @@ def depth(case):
     return next((level for level, gate in enumerate(GATES) if not gate(case)), len(GATES))
 
 
-def failure(**more):
-    return Outcome("FAIL", {"output": "rows", "check": "exact", "message": "", "index": ()}, **more)
+def failure(**fields):
+    return Outcome("FAIL", {"output": "rows", "check": "exact", "message": "", "index": ()}, **fields)
 
 
 def nested(case):
@@ -74,13 +74,13 @@ def rounds(search, most):
 
 
 def test_a_fault_behind_nested_branches_is_found_more_often_than_by_as_many_plain_draws(tmp_path):
-    plain = 0
+    times_drawn = 0
     for seed in (0, 1):
         cases = rounds(search_with(nested, tmp_path, seed), most=40)
         assert cases is not None
         draws = drawn(SCOPE.drawn(), run_seed(FUNCTION, seed), cases)
-        plain += any(depth(case) == len(GATES) for case in draws)
-    assert plain < 2  # the search: both times
+        times_drawn += any(depth(case) == len(GATES) for case in draws)
+    assert times_drawn < 2  # the search: both times
 
 
 def test_without_a_fault_the_same_search_finds_nothing(tmp_path):
@@ -101,21 +101,21 @@ def test_the_climb_has_the_scores_and_the_lines_as_targets_and_no_other_score(tm
 
 def test_rare_cases_have_more_combinations_of_values_than_as_many_plain_draws():
     cases = drawn(SCOPE.drawn(), 1, 60)
-    rare, plain, last = Rarity(), Rarity(), Rarity()
+    rare, first_drawn, last = Rarity(), Rarity(), Rarity()
     chosen = rare.rarest(cases, 20)
     for case in cases[:20]:
-        plain.add(case)
+        first_drawn.add(case)
     assert len(set(chosen)) == 20
-    assert sum(map(rare.new, cases)) < sum(map(plain.new, cases)) < sum(map(last.new, cases))
+    assert sum(map(rare.new, cases)) < sum(map(first_drawn.new, cases)) < sum(map(last.new, cases))
 
 
 def test_a_value_that_never_came_makes_a_case_rare_and_its_seed_does_not():
-    seen = Rarity()
+    rarity = Rarity()
     case = SCOPE.case({"hidden": 4})
-    seen.add(case)
-    assert (seen.new(case), seen.new(replace(case, seed=9))) == (0, 0)
-    assert seen.new(replace(case, dtype="bfloat16")) > 0
-    assert seen.new(replace(case, law="history")) > 0
+    rarity.add(case)
+    assert (rarity.new(case), rarity.new(replace(case, seed=9))) == (0, 0)
+    assert rarity.new(replace(case, dtype="bfloat16")) > 0
+    assert rarity.new(replace(case, law="history")) > 0
 
 
 def test_a_seed_repeats_a_search(tmp_path):
@@ -128,13 +128,13 @@ def test_a_seed_repeats_a_search(tmp_path):
 
 
 def test_the_kept_cases_are_few_and_reach_everything(tmp_path):
-    small, large, other = drawn(SCOPE.drawn(), 1, 3)
-    kept = InterestingCases(tmp_path, [small])
-    for case, lines in ((small, ["a"]), (large, ["a", "b"]), (other, ["c"])):
-        kept.add(case, Outcome("PASS", lines=lines))
+    small, large, third = drawn(SCOPE.drawn(), 1, 3)
+    interesting = InterestingCases(tmp_path, [small])
+    for case, lines in ((small, ["a"]), (large, ["a", "b"]), (third, ["c"])):
+        interesting.add(case, Outcome("PASS", lines=lines))
     corpus.save(tmp_path, small, {})
-    assert kept.save({}) == 2
-    assert {case.text for case in InterestingCases.read(tmp_path, FUNCTION).seeds} == {large.text, other.text}
+    assert interesting.save({}) == 2
+    assert {case.text for case in InterestingCases.read(tmp_path, FUNCTION).seeds} == {large.text, third.text}
 
 
 def test_a_kept_case_that_did_not_run_stays(tmp_path):
@@ -145,12 +145,12 @@ def test_a_kept_case_that_did_not_run_stays(tmp_path):
 
 
 def test_the_error_of_a_bound_is_that_of_the_worst_element_beyond_its_rounding():
-    one, bound = torch.ones(3, dtype=torch.float64), torch.tensor([0.5, 0.25, 0.0], dtype=torch.float64)
-    right = Bounded(one, bound, torch.float32, torch.float32)
-    assert right.scores(torch.tensor([1.25, 1.1875, 1.0])) == {"error": 0.75}
-    assert right.scores(torch.ones(3)) == {"error": 0}
+    ones, bound = torch.ones(3, dtype=torch.float64), torch.tensor([0.5, 0.25, 0.0], dtype=torch.float64)
+    expectation = Bounded(ones, bound, torch.float32, torch.float32)
+    assert expectation.scores(torch.tensor([1.25, 1.1875, 1.0])) == {"error": 0.75}
+    assert expectation.scores(torch.ones(3)) == {"error": 0}
     # 1 + 2⁻⁹ lies between two numbers of bfloat16: the nearest has no error beyond its rounding
-    between = Bounded(one + 2.0**-9, bound, torch.bfloat16, torch.float32)
+    between = Bounded(ones + 2.0**-9, bound, torch.bfloat16, torch.float32)
     assert between.scores(torch.ones(3, dtype=torch.bfloat16)) == {"error": 0}
     assert between.scores(torch.ones(3, dtype=torch.bfloat16) + 2.0**-7)["error"] > 0
 
@@ -158,24 +158,24 @@ def test_the_error_of_a_bound_is_that_of_the_worst_element_beyond_its_rounding()
 def test_the_ratio_of_a_contraction_is_the_largest_share_of_a_limit():
     value = torch.linspace(1, 2, 8192, dtype=torch.float64).reshape(64, 128)
     bounded = Bounded(value, value * 1e-3, torch.float32, torch.float32)
-    right = row_wise(bounded, value.float(), value, 128)
-    assert isinstance(right, RowWise)
-    honest, worse = (right.scores((value * factor).float())["ratio"] for factor in (1, 1 + 1e-5))
+    expectation = row_wise(bounded, value.float(), value, 128)
+    assert isinstance(expectation, RowWise)
+    honest, worse = (expectation.scores((value * factor).float())["ratio"] for factor in (1, 1 + 1e-5))
     assert honest < 1 < worse
 
 
 def test_the_lines_of_the_branch_that_a_case_takes_are_reached(tmp_path, monkeypatch):
     (tmp_path / "branching.py").write_text("def permute(x):\n    if x:\n        return 1\n    return 2\n")
     monkeypatch.syspath_prepend(tmp_path)
-    implementation, seen = load("branching"), []
+    implementation, rarity = load("branching"), []
     for argument, function in ((1, "permute"), (0, "permute"), (1, "unknown")):
         reached = LineCoverage(implementation, function)
         with reached.recording():
             implementation.namespace.permute(argument)
         implementation.namespace.permute(1 - argument)  # not recorded
-        seen.append(reached.lines)
+        rarity.append(reached.lines)
     both = {"branching.py:2"}
-    assert seen == [both | {"branching.py:3"}, both | {"branching.py:4"}, set()]
+    assert rarity == [both | {"branching.py:3"}, both | {"branching.py:4"}, set()]
 
 
 def test_only_the_first_calls_of_a_function_are_traced(tmp_path, monkeypatch):

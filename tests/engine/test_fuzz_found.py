@@ -73,8 +73,8 @@ def test_the_live_line_has_the_rate_the_scores_and_the_new_lines(tmp_path):
     search.judged(CASE, search.ends)
     search.judged(scope_of("permute", Space()).case({"hidden": 4}), search.ends)
     line = search.progress.line()
-    for part in ("2 cases", "cases per second", "permute error 0.25", "2 lines and kernels (2 new)", "1 distinct"):
-        assert part in line
+    for text in ("2 cases", "cases per second", "permute error 0.25", "2 lines and kernels (2 new)", "1 distinct"):
+        assert text in line
 
 
 @pytest.mark.parametrize(("function", "field"), [("route", "steps"), ("alltoall_dispatch", "journey")])
@@ -91,8 +91,8 @@ def test_a_function_without_a_machine_has_no_sequences(tmp_path):
 
 
 def test_a_failing_sequence_is_found_and_the_search_goes_on(tmp_path):
-    wrong = Outcome("FAIL", {"output": "3.probs", "check": "exact", "message": "", "index": ()})
-    search = search_for("route", lambda case: wrong if "backward" in case.steps else Outcome("PASS"), tmp_path)
+    failed = Outcome("FAIL", {"output": "3.probs", "check": "exact", "message": "", "index": ()})
+    search = search_for("route", lambda case: failed if "backward" in case.steps else Outcome("PASS"), tmp_path)
     search.sequences(scope_of("route", Space()), 0, search.ends)
     assert [key[1:] for key in search.failed] == [("#.probs", "exact", "FAIL")]
 
@@ -101,9 +101,9 @@ def test_a_failing_sequence_is_found_and_the_search_goes_on(tmp_path):
 def test_changed_cases_of_every_function_are_legal_and_other_cases(function):
     scope = scope_of(function, Space())
     shapes = scope.always() or [scope.case({})]
-    found = drawn(scope.near(shapes), 0, 16)
-    assert {scope.refused(case) for case in found} == {None}
-    assert len({replace(case, law="") for case in found} - {replace(case, law="") for case in shapes}) > 2
+    changed = drawn(scope.near(shapes), 0, 16)
+    assert {scope.refused(case) for case in changed} == {None}
+    assert len({replace(case, law="") for case in changed} - {replace(case, law="") for case in shapes}) > 2
 
 
 def test_a_folder_of_cases_has_failing_ones_first_and_then_those_of_a_search(tmp_path):

@@ -74,10 +74,10 @@ def test_code_that_goes_on_is_not_interrupted_to_say_where_it_is(monkeypatch):
     with Pool(ChildOptions("tests.engine.slow:Spins", "cpu"), case_seconds=0.4) as pool:
         pool.start()
         monkeypatch.setattr(processes, "PLACE_SECONDS", BACKSTOP_SECONDS)
-        kill, sent = os.kill, []
-        monkeypatch.setattr(os, "kill", lambda process, number: (sent.append(number), kill(process, number)))
+        kill, signals = os.kill, []
+        monkeypatch.setattr(os, "kill", lambda process, number: (signals.append(number), kill(process, number)))
         assert '/slow.py", line ' in pool.answer(TWO).reason
-    assert signal.SIGUSR1 not in sent and signal.SIGKILL in sent
+    assert signal.SIGUSR1 not in signals and signal.SIGKILL in signals
 
 
 def test_a_place_is_a_line_of_a_traceback_and_nothing_that_broke_into_it(tmp_path):
@@ -95,9 +95,9 @@ HANG = Outcome("HANG", reason="no answer")
 class Fake:
     """A pool in which cases have set outcomes, and a case alone takes from a list."""
 
-    def __init__(self, *alone: Outcome, before: tuple[Case, ...] = ()) -> None:
+    def __init__(self, *outcomes_alone: Outcome, calls_before: tuple[Case, ...] = ()) -> None:
         self.patience = Patience(60.0)
-        self.alone, self._before, self.hung = list(alone), before, False
+        self.alone, self._before, self.hung = list(outcomes_alone), calls_before, False
         self.ran: list[Case] = []
 
     def has_hung(self, function: str) -> bool:
@@ -123,21 +123,21 @@ def test_a_case_that_passes_alone_takes_that_outcome():
 
 
 def test_a_case_that_hangs_after_the_calls_before_it_is_a_hang():
-    pool = Fake(PASSES, HANG, before=(ONE,))
+    pool = Fake(PASSES, HANG, calls_before=(ONE,))
     assert confirmed_hang(TWO, HANG, pool, 60.0).status == "HANG"
     assert pool.ran == [TWO, replace(TWO, before=(ONE,))]
 
 
 def test_a_case_that_passes_in_both_ways_passes_and_its_function_is_not_searched_again():
-    pool = Fake(PASSES, PASSES, PASSES, before=(ONE,))
+    pool = Fake(PASSES, PASSES, PASSES, calls_before=(ONE,))
     assert [confirmed_hang(case, HANG, pool, 60.0) for case in (TWO, TWO)] == [PASSES, PASSES]
     assert pool.ran == [TWO, replace(TWO, before=(ONE,)), TWO]
 
 
 def test_a_function_hangs_alone_only_once_and_hangs_come_last():
     pool = Fake(HANG)
-    found = list(with_hangs_confirmed(iter([(ONE, HANG), (TWO, HANG), (TWO, PASSES)]), pool, 60.0))
-    assert found == [(TWO, PASSES), (ONE, HANG), (TWO, HANG)]
+    outcomes = list(with_hangs_confirmed(iter([(ONE, HANG), (TWO, HANG), (TWO, PASSES)]), pool, 60.0))
+    assert outcomes == [(TWO, PASSES), (ONE, HANG), (TWO, HANG)]
     assert pool.ran == [ONE]
 
 
@@ -184,5 +184,5 @@ def test_a_run_reports_the_hangs_that_are_confirmed_and_no_others(name, limit, f
         session.start()
         session.corpus = [replace(ONE, seed=seed) for seed in range(3)] + [TWO]
         section = next(section for section in session.plan if section.kind == "corpus")
-        found = session.sweep(section)
-    assert [(failure.outcome.status, len(failure.case.before)) for failure in found] == failures
+        outcomes = session.sweep(section)
+    assert [(failure.outcome.status, len(failure.case.before)) for failure in outcomes] == failures

@@ -14,10 +14,10 @@ from conformance.interface import Implementation
 from moe_ref.config import SortedChunks
 
 
-def judged(function: str, illegal: str, made: Callable[..., Any], **fields: Any) -> Any:
+def judged(function: str, illegal: str, implementation: Callable[..., Any], **fields: Any) -> Any:
     """The outcome of the illegal call in an implementation of one function."""
     case = Case.family[function](function=function, illegal=illegal, **fields)
-    return evaluate(case, Implementation(SimpleNamespace(**{function: made}), "made"))
+    return evaluate(case, Implementation(SimpleNamespace(**{function: implementation}), "made"))
 
 
 def product(out: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
@@ -44,9 +44,9 @@ def test_an_implementation_that_raises_is_right():
 
 
 def test_a_violation_that_the_host_sees_must_raise():
-    wrong = judged("grouped_wgrad", "rows_flat", lambda *_, **__: torch.full((1, 1, 1), torch.nan))
-    assert wrong.status == "FAIL"
-    assert "NaN" not in wrong.finding["message"]
+    outcome = judged("grouped_wgrad", "rows_flat", lambda *_, **__: torch.full((1, 1, 1), torch.nan))
+    assert outcome.status == "FAIL"
+    assert "NaN" not in outcome.finding["message"]
 
 
 def chunks(rows: bool, probs: bool) -> Callable[..., Any]:
@@ -70,8 +70,8 @@ def test_each_output_of_numbers_shows_it(rows, probs, status):
 
 @pytest.mark.parametrize(("read_as", "status"), [(-1, "PASS"), (0, "FAIL")])
 def test_an_index_of_no_expert_is_an_empty_slot_but_not_another_expert(read_as, status):
-    def indices_to_multihot(indices: torch.Tensor, *rest: Any, num_experts: int, **settings: Any) -> Any:
-        inside = torch.where(indices < num_experts, indices, read_as)
-        return moe_ref.indices_to_multihot(inside, *rest, num_experts=num_experts, **settings)
+    def indices_to_multihot(indices: torch.Tensor, *probs: Any, num_experts: int, **settings: Any) -> Any:
+        legal = torch.where(indices < num_experts, indices, read_as)
+        return moe_ref.indices_to_multihot(legal, *probs, num_experts=num_experts, **settings)
 
     assert judged("indices_to_multihot", "index_too_large", indices_to_multihot).status == status

@@ -90,9 +90,9 @@ def test_a_run_that_was_ended_early_does_not_end_the_next_one():
     assert interrupt.reason() == ""
 
 
-@pytest.mark.parametrize("place", ["start", "run", "close"])
+@pytest.mark.parametrize("line", ["start", "run", "close"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_at_any_time_before_the_verdict_is_in_the_verdict(monkeypatch, tmp_path, place, number):
+def test_a_signal_at_any_time_before_the_verdict_is_in_the_verdict(monkeypatch, tmp_path, line, number):
     class Quick(session.Session):
         def __init__(self, *_, **__):
             pass
@@ -110,16 +110,16 @@ def test_a_signal_at_any_time_before_the_verdict_is_in_the_verdict(monkeypatch, 
             self.reached("close")
 
         def reached(self, here):
-            if here == place:
+            if here == line:
                 os.kill(os.getpid(), number)
 
-        def verdict(self, folder, whole, interrupted, may_be_empty):
+        def verdict(self, folder, is_complete, interrupted, may_be_empty):
             return interrupted
 
     monkeypatch.setattr(session, "Session", Quick)
     with interrupt.noted():
         assert session.judge_with(Options("moe_ref", corpus=str(tmp_path)), tmp_path) == number.name
-        place = ""
+        line = ""
     with interrupt.noted():
         assert session.judge_with(Options("moe_ref", corpus=str(tmp_path)), tmp_path) == ""
 

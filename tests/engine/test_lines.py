@@ -40,14 +40,16 @@ def is_lined(case: Any, lengths: tuple[str, ...]) -> bool:
 @pytest.mark.parametrize("device", SPACES)
 @pytest.mark.parametrize(("function", "name", "lengths"), MATRICES)
 def test_each_layout_of_a_matrix_has_whole_lines(function, name, lengths, device):
-    found = [case for case in cases(function, device) if case.layout_of == name and is_lined(case, lengths)]
-    assert {case.layout for case in found} == {*LINED}
+    lined = [case for case in cases(function, device) if case.layout_of == name and is_lined(case, lengths)]
+    assert {case.layout for case in lined} == {*LINED}
 
 
 @pytest.mark.parametrize("device", SPACES)
 @pytest.mark.parametrize(("function", "name"), [("grouped_linear", "rows"), ("glu", "h"), ("permute", "tokens")])
 def test_an_input_of_whole_lines_has_a_call_without_gradients(function, name, device):
-    lengths = tuple(length for tensor, of, known in MATRICES if (tensor, of) == (function, name) for length in known)
+    lengths = tuple(
+        length for tensor, of, of_tensor in MATRICES if (tensor, of) == (function, name) for length in of_tensor
+    )
     of = [case for case in cases(function, device) if (case.layout, case.layout_of) == ("uneven", name)]
     assert {bool(case.grads) for case in of if is_lined(case, lengths)} == {True, False}
 
@@ -83,15 +85,15 @@ MISTAKES = {"rows that lie apart": adjacent, "rows that begin anywhere": begun_e
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_kernel_that_takes_lines_for_what_they_are_not_is_found(mistake):
-    def mistaken(original: Any, rows: torch.Tensor, *others: Any, **settings: Any) -> Any:
+    def mistaken(original: Any, rows: torch.Tensor, *arguments: Any, **settings: Any) -> Any:
         lines = rows.shape[1] % LINE == 0 and rows.stride(1) == 1 and rows.numel() and not rows.is_neg()
         read = rows.detach() if lines else rows
         read = MISTAKES[mistake](read) if lines else rows
-        return original(rows + (read - rows).detach() if lines else rows, *others, **settings)
+        return original(rows + (read - rows).detach() if lines else rows, *arguments, **settings)
 
     implementation, lengths = wrapped("grouped_linear", mistaken), ("hidden", "width")
     of_rows = [case.changed(law="") for case in cases("grouped_linear", "GPU") if case.layout_of == "rows"]
     failing = {case.layout for case in of_rows if outcome_of(case, implementation).status == "FAIL"}
     assert failing <= {*LINED} and failing & {"uneven"}
-    others = [case for case in of_rows if not is_lined(case, lengths)]
-    assert "FAIL" not in {outcome_of(case, implementation).status for case in others}
+    arguments = [case for case in of_rows if not is_lined(case, lengths)]
+    assert "FAIL" not in {outcome_of(case, implementation).status for case in arguments}

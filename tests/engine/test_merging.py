@@ -18,32 +18,32 @@ DEFECT = "conformance.mutants.planted:P21.moe_ref.permutation"
 
 def reports_of(folder: Path, implementation: str, shards=SHARDS) -> list[dict]:
     """The JSON report of each shard, as a file holds it; "" is the whole run."""
-    found = []
+    reports = []
     for shard in shards:
-        place = folder / (shard.replace("/", "_") or "whole")
+        shard_folder = folder / (shard.replace("/", "_") or "whole")
         wanted = Options(
             implementation, profile="smoke", device="cpu", jobs=1, function="permute,unpermute", shard=shard
         )
-        verdict = judge_with(replace(wanted, corpus=str(folder / "corpus")), place)
-        found.append(json.loads(json.dumps(verdict.record())))
-    return found
+        verdict = judge_with(replace(wanted, corpus=str(folder / "corpus")), shard_folder)
+        reports.append(json.loads(json.dumps(verdict.record())))
+    return reports
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory) -> list[dict]:
+def shards(tmp_path_factory) -> list[dict]:
     return reports_of(tmp_path_factory.mktemp("parts"), "moe_ref.permutation")
 
 
-def test_the_shards_together_are_the_whole_run(parts, tmp_path):
-    (whole,) = reports_of(tmp_path, "moe_ref.permutation", [""])
-    merged = merge(parts).record()
+def test_the_shards_together_are_the_whole_run(shards, tmp_path):
+    (run_report,) = reports_of(tmp_path, "moe_ref.permutation", [""])
+    merged = merge(shards).record()
     for name in ("verdict", "exit_code", "cases", "problems", "failures", "versions", "device"):
-        assert merged[name] == whole[name], name
-    for name, function in whole["functions"].items():
+        assert merged[name] == run_report[name], name
+    for name, function in run_report["functions"].items():
         assert {k: merged["functions"][name][k] for k in ("status", "cases", "counts", "note")} == {
             k: function[k] for k in ("status", "cases", "counts", "note")
         }
-    assert merge([parts[1], parts[0], parts[1]]).record() == merge(parts).record()  # in any order, one twice
+    assert merge([shards[1], shards[0], shards[1]]).record() == merge(shards).record()  # in any order, one twice
 
 
 def test_a_failure_of_one_shard_is_one_of_the_run(tmp_path):
@@ -53,26 +53,26 @@ def test_a_failure_of_one_shard_is_one_of_the_run(tmp_path):
     assert merged.functions["permute"].status == "differs" and merged.functions["unpermute"].status == "conformant"
 
 
-def test_too_few_cases_of_all_shards_are_too_few(parts):
-    few = json.loads(json.dumps(parts))
-    for part in few:
+def test_too_few_cases_of_all_shards_are_too_few(shards):
+    reports = json.loads(json.dumps(shards))
+    for report in reports:
         counts = {"NOT_OFFERED": 2, "UNINFORMATIVE": 1}
-        part["functions"]["permute"] |= {"counts": counts, "cases": 3, "missing": {"permute without align": 2}}
-    merged = merge(few)
+        report["functions"]["permute"] |= {"counts": counts, "cases": 3, "missing": {"permute without align": 2}}
+    merged = merge(reports)
     assert (merged.exit_code, merged.functions["permute"].status) == (4, "too little tested")
     assert "permute: 0 informative cases" in merged.problems[0]
     assert "; 4 did not run: permute without align" in merged.problems[0]
 
 
-def test_an_interrupted_shard_interrupts_the_run(parts):
-    cut = [parts[0], parts[1] | {"ended_by": "SIGTERM", "exit_code": 4, "verdict": "INTERRUPTED"}]
+def test_an_interrupted_shard_interrupts_the_run(shards):
+    cut = [shards[0], shards[1] | {"ended_by": "SIGTERM", "exit_code": 4, "verdict": "INTERRUPTED"}]
     merged = merge(cut)
     assert (merged.verdict, merged.exit_code) == ("INTERRUPTED", 4)
     assert merged.problems[0] == "SIGTERM ended a shard"
 
 
-def test_an_error_of_a_shard_is_one_of_the_run(parts):
-    merged = merge([parts[0], parts[1] | {"exit_code": 3, "problems": ["a result is lost"]}])
+def test_an_error_of_a_shard_is_one_of_the_run(shards):
+    merged = merge([shards[0], shards[1] | {"exit_code": 3, "problems": ["a result is lost"]}])
     assert (merged.exit_code, merged.problems) == (3, ["a result is lost"])
 
 
@@ -86,18 +86,18 @@ def test_an_error_of_a_shard_is_one_of_the_run(parts):
         ({"shard": ""}, "is not of a shard"),
     ],
 )
-def test_reports_of_other_runs_are_refused(parts, change, sentence):
+def test_reports_of_other_runs_are_refused(shards, change, sentence):
     with pytest.raises(UsageError, match=sentence):
-        merge([parts[0], parts[1] | change])
+        merge([shards[0], shards[1] | change])
 
 
-def test_the_command_has_the_exit_code_of_the_run_and_writes_its_report(parts, tmp_path, capsys):
+def test_the_command_has_the_exit_code_of_the_run_and_writes_its_report(shards, tmp_path, capsys):
     paths = [tmp_path / f"{i}.json" for i in range(2)]
-    for path, part in zip(paths, parts, strict=True):
-        path.write_text(json.dumps(part))
+    for path, report in zip(paths, shards, strict=True):
+        path.write_text(json.dumps(report))
     out = tmp_path / "verdict.json"
     assert main(["merge", *map(str, paths), "--report", str(out)]) == 0
     assert "CONFORMANT   2 functions" in capsys.readouterr().out
-    assert json.loads(out.read_text())["cases"] == sum(part["cases"] for part in parts)
+    assert json.loads(out.read_text())["cases"] == sum(report["cases"] for report in shards)
     assert main(["merge", str(paths[0])]) == 2
     assert "there is no report of the shard 2/2" in capsys.readouterr().err

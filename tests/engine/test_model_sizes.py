@@ -51,7 +51,7 @@ def test_each_length_has_a_case(function):
             continue
         for length in lengths:
             above = [getattr(case, name) + length // -unit_of(case, name) for case in cases(function)]
-            assert any(0 <= more <= LINE * TRIED for more in above), (name, length)
+            assert any(0 <= excess <= LINE * TRIED for excess in above), (name, length)
 
 
 def unit_of(case: Any, name: str) -> int:
@@ -72,11 +72,11 @@ def test_each_pair_of_option_values_has_a_case(function):
 
 
 def test_each_recipe_has_a_case_in_each_direction_beyond_a_tile():
-    wide = [case for case in cases("quantize") if case.hidden * case.unit > COLUMNS]
-    reached = {(case.scaling, case.variant, case.direction) for case in wide}
-    every = {(scaling, variant) for scaling, recipes in RECIPES.items() for variant in range(len(recipes))}
-    assert {(scaling, variant) for scaling, variant, _ in reached} == every
-    assert len(reached) > 2 * len(every)
+    wide_cases = [case for case in cases("quantize") if case.hidden * case.unit > COLUMNS]
+    reached = {(case.scaling, case.variant, case.direction) for case in wide_cases}
+    variants = {(scaling, variant) for scaling, recipes in RECIPES.items() for variant in range(len(recipes))}
+    assert {(scaling, variant) for scaling, variant, _ in reached} == variants
+    assert len(reached) > 2 * len(variants)
 
 
 @pytest.mark.parametrize("function", [name for name in SIZED if CONTRACTS[name].shapes.model_rows])
@@ -102,12 +102,12 @@ def test_the_reference_can_afford_their_rows_and_weights(function):
 
 
 def test_four_over_six_by_rows_alone_has_a_case_beyond_a_tile():
-    found = [
+    beyond_a_tile = [
         case
         for case in cases("quantize")
         if case.direction == "rowwise" and recipe_of(case).four_over_six == "all" and case.hidden * case.unit > COLUMNS
     ]
-    assert found
+    assert beyond_a_tile
 
 
 @pytest.mark.parametrize("function", ["grouped_linear", "glu", "grouped_mlp"])
@@ -117,9 +117,9 @@ def test_some_cases_are_of_whole_lines_and_some_are_odd(function):
 
 @pytest.mark.parametrize("function", SIZED)
 def test_they_differ_from_small_cases_in_sizes_alone(function):
-    known = axes_of(CONTRACTS[function].case_type)
+    axes = axes_of(CONTRACTS[function].case_type)
     assert all(case.law == "" and scope(function).fits(case) for case in cases(function))
-    assert all(case.seed == 0 or "seed" in known for case in cases(function))
+    assert all(case.seed == 0 or "seed" in axes for case in cases(function))
 
 
 def test_a_cpu_has_none():
@@ -156,8 +156,8 @@ MISTAKES = {
 def test_a_second_tile_that_an_option_loses_is_found(option):
     function, has = MISTAKES[option]
 
-    def mistaken(original: Any, x: torch.Tensor, *others: Any, **settings: Any) -> Any:
-        return original(lost(x) if has(settings) else x, *others, **settings)
+    def mistaken(original: Any, x: torch.Tensor, *arguments: Any, **settings: Any) -> Any:
+        return original(lost(x) if has(settings) else x, *arguments, **settings)
 
     implementation = wrapped(function, mistaken)
     tall = [case for case in cases(function) if case.tokens * case.row_unit > ROWS]

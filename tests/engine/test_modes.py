@@ -33,11 +33,11 @@ def test_every_mode_is_tested():
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_mode_is_named_and_set_back(name):
-    before = Modes()
+    modes = Modes()
     implementation = Implementation(SimpleNamespace(permute=CHANGES[name]))
     with pytest.raises(ModeChanged, match=f"returned with another {name} than before the call"):
         implementation.call("permute")
-    assert before.restore() == ""
+    assert modes.restore() == ""
 
 
 def test_a_default_device_is_a_function_mode():

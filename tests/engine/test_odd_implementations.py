@@ -61,21 +61,21 @@ def judge(pool: Pool) -> Judged:
 
 def sessions(leaders: list[int]) -> list[str]:
     """The processes of these sessions; the forkserver takes a moment to reap the dead."""
-    found: list[str] = []
+    names: list[str] = []
 
-    def over() -> bool:
-        found.clear()
+    def are_gone() -> bool:
+        names.clear()
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
-                name, rest = path.read_text().split(" (", 1)[1].rsplit(") ", 1)
+                name, fields = path.read_text().split(" (", 1)[1].rsplit(") ", 1)
             except OSError:  # it has ended
                 continue
-            if int(rest.split()[3]) in leaders:
-                found.append(name)
-        return not found
+            if int(fields.split()[3]) in leaders:
+                names.append(name)
+        return not names
 
-    until(over, 60.0)
-    return found
+    until(are_gone, 60.0)
+    return names
 
 
 @pytest.fixture(scope="module")

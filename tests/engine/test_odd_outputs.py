@@ -129,14 +129,14 @@ def test_a_result_that_is_nan_is_another_failure_than_a_wrong_number(poison):
     """Memory that nobody wrote is NaN under one poison alone: that is no result."""
     case = RoutingCase(**{**vars(CASE), "poison": poison, "probs": "float32"})
 
-    def finding(wrong):
+    def finding(change):
         def call(tokens, routing_map, *, probs=None):
             out = permute(tokens, routing_map, probs=probs)
-            return out._replace(rows=out.rows + 1, probs=wrong(out.probs))
+            return out._replace(rows=out.rows + 1, probs=change(out.probs))
 
         return evaluate(case, Implementation(SimpleNamespace(permute=call))).finding
 
-    found = finding(lambda probs: probs * torch.nan)
-    assert (found["output"], found["nan"]) == ("rows", "probs")
-    assert found["message"].endswith("; probs is NaN where the reference has numbers")
+    of_nan = finding(lambda probs: probs * torch.nan)
+    assert (of_nan["output"], of_nan["nan"]) == ("rows", "probs")
+    assert of_nan["message"].endswith("; probs is NaN where the reference has numbers")
     assert finding(lambda probs: probs * 2)["nan"] == finding(torch.empty_like)["nan"] == ""

@@ -25,7 +25,7 @@ RIGHT = ShiftCase(function="shift", ranks=2, rows=1)
 @pytest.fixture(scope="module")
 def judged() -> dict[str, tuple[Outcome, Outcome]]:
     """The outcome of each kind and of the right call after it; under "left" what still runs."""
-    leaders, found = [], {}
+    leaders, outcomes = [], {}
     register()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "MESSAGE_SECONDS", 1)
@@ -44,19 +44,19 @@ def judged() -> dict[str, tuple[Outcome, Outcome]]:
             pool.worlds.max_ranks = 2
             for number, kind in enumerate(KINDS):
                 case = ShiftCase(function="shift", ranks=2, rows=number + 2)
-                found[kind] = pool.answer(case), pool.answer(RIGHT)
+                outcomes[kind] = pool.answer(case), pool.answer(RIGHT)
     forget()
-    found["left"] = sessions(leaders)
+    outcomes["left"] = sessions(leaders)
     assert len(leaders) > 2
-    return found
+    return outcomes
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_odd_rank_fails_and_the_next_call_is_judged(judged, kind):
-    odd, right = judged[kind]
+    odd, outcome_after = judged[kind]
     assert odd.status == STATUS[kind], (odd.reason, odd.finding)
     assert "rank 1" in (odd.finding["message"] if odd.finding else odd.reason)
-    assert right.status == "PASS", right
+    assert outcome_after.status == "PASS", outcome_after
 
 
 def test_no_process_of_a_world_is_left(judged):

@@ -33,8 +33,8 @@ class Swept:
 
     def __init__(self, implementation: str, folder: Path) -> None:
         self.implementation, self.folder = implementation, folder
-        kept = str(folder / "corpus")
-        options = Options(implementation, profile="smoke", device="cpu", jobs=2, corpus=kept, case_seconds=1.0)
+        corpus = str(folder / "corpus")
+        options = Options(implementation, profile="smoke", device="cpu", jobs=2, corpus=corpus, case_seconds=1.0)
         session = Session(options, folder / "ledger")
         # a reduction ends when no case is smaller, however slow the machine is
         session.profile = replace(session.profile, reduce_seconds=3600)
@@ -99,7 +99,7 @@ def test_the_failure_is_reduced(swept):
     status, _, smallest = expected_of(swept)
     case = swept.failures[0].case
     assert smallest(case)
-    assert len(case.text) < min(len(found.text) for found in swept.found(status))
+    assert len(case.text) < min(len(failing.text) for failing in swept.found(status))
 
 
 def test_the_reduced_case_replays(swept):
@@ -130,9 +130,9 @@ def test_a_hang_says_how_long_it_was_waited_for_and_where():
         outcome = pool.run_alone(RoutingCase(function="permute", tokens=0, routing=()))
     assert outcome.status == "HANG"
     measured = r"\d+\.\d s of CPU time in \d+\.\d s(, on a machine \d+\.\d times slower than usual)?"
-    place = r'at ".*/misbehaving\.py", line \d+ in permute'
+    location = r'at ".*/misbehaving\.py", line \d+ in permute'
     way_out = "if the kernel is only slow, raise --case-seconds"
-    assert re.fullmatch(rf"no answer within 2 s {place}: {measured}; {way_out}", outcome.reason)
+    assert re.fullmatch(rf"no answer within 2 s {location}: {measured}; {way_out}", outcome.reason)
 
 
 def test_a_dead_child_costs_no_other_case_its_result():
@@ -230,9 +230,9 @@ def test_an_interrupted_section_tells_what_it_had_found(tmp_path, monkeypatch):
     monkeypatch.setattr(Session, "_confirmed", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Swept(f"{FIXTURES}:LeavesRowsUnwritten", tmp_path)
-    told = [line for line in entries(tmp_path / "ledger") if line["kind"] == "failure"]
-    assert [(line["status"], line["smallest"]) for line in told] == [("FAIL", False)]
-    assert Path(told[0]["file"]).exists()
+    failures = [line for line in entries(tmp_path / "ledger") if line["kind"] == "failure"]
+    assert [(line["status"], line["smallest"]) for line in failures] == [("FAIL", False)]
+    assert Path(failures[0]["file"]).exists()
 
 
 def test_a_reduction_that_an_error_ends_costs_nothing_but_the_smaller_case(tmp_path, monkeypatch):

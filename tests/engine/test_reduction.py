@@ -188,13 +188,13 @@ REDUCED = [  # a large case, when it fails, its smallest form, and the fields th
 ]
 
 
-@pytest.mark.parametrize(("large", "fails", "smallest", "free", "holds"), REDUCED)
-def test_a_case_is_reduced_to_the_known_minimum(large, fails, smallest, free, holds):
+@pytest.mark.parametrize(("large", "fails", "smallest", "free_axes", "holds"), REDUCED)
+def test_a_case_is_reduced_to_the_known_minimum(large, fails, smallest, free_axes, holds):
     attempt, tried = failing_if(fails)
-    found = reduce(large, failed(), attempt, LONG)
-    assert (found.finished, found.attempts) == (True, len(tried))
-    assert found.case == smallest.changed(**{name: getattr(found.case, name) for name in free.split()})
-    assert holds is None or holds(found.case)
+    reduced = reduce(large, failed(), attempt, LONG)
+    assert (reduced.finished, reduced.attempts) == (True, len(tried))
+    assert reduced.case == smallest.changed(**{name: getattr(reduced.case, name) for name in free_axes.split()})
+    assert holds is None or holds(reduced.case)
 
 
 @pytest.mark.parametrize(
@@ -218,21 +218,21 @@ def test_only_the_settings_that_matter_are_kept(needed):
     default = RoutingCase.__dataclass_fields__[needed].default
     attempt, _ = failing_if(lambda case: getattr(case, needed) != default)
     case = reduce(LARGE, failed(), attempt, LONG).case
-    kept = set(case.record()) - {"schema", "function", "tokens", "hidden", "routing", "layout_of"}
-    assert kept - {"probs", "grads"} == {needed} - {"probs", "grads"}
-    assert needed in kept
+    changed_fields = set(case.record()) - {"schema", "function", "tokens", "hidden", "routing", "layout_of"}
+    assert changed_fields - {"probs", "grads"} == {needed} - {"probs", "grads"}
+    assert needed in changed_fields
 
 
 def test_a_crash_is_reduced_like_a_wrong_value():
     def attempt(case):
         return Outcome("CRASH", reason="SIGSEGV") if case.experts > 2 else Outcome("PASS")
 
-    found = reduce(LARGE, Outcome("CRASH", reason="SIGSEGV"), attempt, LONG)
-    assert (found.case.experts, found.case.tokens, found.outcome.status) == (3, 0, "CRASH")
+    reduced = reduce(LARGE, Outcome("CRASH", reason="SIGSEGV"), attempt, LONG)
+    assert (reduced.case.experts, reduced.case.tokens, reduced.outcome.status) == (3, 0, "CRASH")
 
 
 @pytest.mark.parametrize(
-    "other",
+    "another_failure",
     [
         failed("probs"),
         failed("rows", "shape"),
@@ -242,13 +242,13 @@ def test_a_crash_is_reduced_like_a_wrong_value():
         Outcome("ERROR"),
     ],
 )
-def test_what_fails_in_another_way_is_not_taken(other):
+def test_what_fails_in_another_way_is_not_taken(another_failure):
     def attempt(case):
-        return failed() if case.tokens >= 30 else other
+        return failed() if case.tokens >= 30 else another_failure
 
-    found = reduce(LARGE, failed(), attempt, LONG)
-    assert found.case.tokens == 30
-    assert failure_key(found.case, found.outcome) == failure_key(LARGE, failed())
+    reduced = reduce(LARGE, failed(), attempt, LONG)
+    assert reduced.case.tokens == 30
+    assert failure_key(reduced.case, reduced.outcome) == failure_key(LARGE, failed())
 
 
 # ---- errors of the suite

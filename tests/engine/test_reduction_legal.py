@@ -32,8 +32,8 @@ def test_what_differs_only_in_its_words_is_the_same_failure():
 
 
 def test_nothing_smaller_that_fails_leaves_the_case_as_it_is():
-    found = reduce(LARGE, failed(), lambda case: Outcome("PASS"), LONG)
-    assert (found.case, found.finished) == (LARGE, True)
+    reduced = reduce(LARGE, failed(), lambda case: Outcome("PASS"), LONG)
+    assert (reduced.case, reduced.finished) == (LARGE, True)
 
 
 def test_time_that_runs_out_leaves_the_smallest_case_so_far(monkeypatch):
@@ -44,15 +44,15 @@ def test_time_that_runs_out_leaves_the_smallest_case_so_far(monkeypatch):
         now[0] += 1.0
         return failed() if two_tokens_and_somebody_in_a_third_expert(case) else Outcome("PASS")
 
-    found = reduce(LARGE, failed(), attempt, seconds=4.0)
-    assert (found.finished, found.attempts) == (False, 5)
-    assert two_tokens_and_somebody_in_a_third_expert(found.case)
+    reduced = reduce(LARGE, failed(), attempt, seconds=4.0)
+    assert (reduced.finished, reduced.attempts) == (False, 5)
+    assert two_tokens_and_somebody_in_a_third_expert(reduced.case)
 
 
 def test_no_time_leaves_the_case_as_it_is():
     attempt, tried = failing_if(lambda case: True)
-    found = reduce(LARGE, failed(), attempt, seconds=-1)
-    assert (found.case, found.finished, tried) == (LARGE, False, [])
+    reduced = reduce(LARGE, failed(), attempt, seconds=-1)
+    assert (reduced.case, reduced.finished, tried) == (LARGE, False, [])
 
 
 def test_no_case_is_tried_twice():
@@ -65,8 +65,8 @@ def test_no_case_is_tried_twice():
 def test_literal_cases_are_not_reduced(function):
     for case in fixed_cases(function, Space()):
         attempt, tried = failing_if(lambda case: True)
-        found = reduce(case, failed(), attempt, LONG)
-        assert (found.case, found.finished, tried) == (case, True, [])
+        reduced = reduce(case, failed(), attempt, LONG)
+        assert (reduced.case, reduced.finished, tried) == (case, True, [])
 
 
 @pytest.mark.parametrize("function", CONTRACTS)
@@ -94,10 +94,10 @@ def work(case: Case) -> int:
 @pytest.mark.parametrize("case", EVERY_LARGE, ids=lambda c: c.function)
 def test_whatever_fails_a_reduction_ends(case):
     """Everything fails: the greedy walk reaches a case that nothing is simpler than."""
-    found = reduce(case, failed(), lambda smaller: failed(), LONG)
-    assert found.finished
+    reduced = reduce(case, failed(), lambda smaller: failed(), LONG)
+    assert reduced.finished
     assert [
         smaller
-        for smaller in scope_of(case.function, Space()).smaller(found.case)
-        if len(smaller.text) < len(found.case.text)
+        for smaller in scope_of(case.function, Space()).smaller(reduced.case)
+        if len(smaller.text) < len(reduced.case.text)
     ] == []

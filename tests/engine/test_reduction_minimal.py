@@ -41,28 +41,28 @@ def numbers(case: Case, live: set[str]) -> dict[str, int]:
 
 def neighbours(case: Case, scope: Scope) -> Iterator[Case]:
     """Legal cases that are smaller in one field, or in two numbers."""
-    found = numbers(case, scope.live)
-    changes = [{name: less} for name, value in found.items() for less in range(value)]
-    changes += [{a: found[a] - 1, b: found[b] - 1} for a, b in itertools.combinations(found, 2)]
-    words = [x for x in fields(case) if x.name in scope.live - {*FIXED, *found}]
+    size = numbers(case, scope.live)
+    changes = [{name: less} for name, value in size.items() for less in range(value)]
+    changes += [{a: size[a] - 1, b: size[b] - 1} for a, b in itertools.combinations(size, 2)]
+    words = [x for x in fields(case) if x.name in scope.live - {*FIXED, *size}]
     changes += [{x.name: x.default} for x in words if type(getattr(case, x.name)) in (str, bool)]
-    for one in changes:
+    for change in changes:
         try:
-            other = case.changed(**one)
+            neighbour = case.changed(**change)
         except ValueError:
             continue
-        if other != case and scope.fits(other):
-            yield other
+        if neighbour != case and scope.fits(neighbour):
+            yield neighbour
 
 
 def needs(case: Case, seed: int):
     """A failure of two numbers, both at least half of the case's, one of them of its parity."""
-    found = sorted(numbers(case, scope_of(case.function, Space()).live))
-    first, second = found[seed % len(found)], found[(3 * seed + 1) % len(found)]
+    needed = sorted(numbers(case, scope_of(case.function, Space()).live))
+    first, second = needed[seed % len(needed)], needed[(3 * seed + 1) % len(needed)]
     least, parity = getattr(case, first) // 2, getattr(case, second) % 2
 
-    def fails(other: Case) -> bool:
-        return getattr(other, first) >= least and getattr(other, second) % 2 == parity
+    def fails(neighbour: Case) -> bool:
+        return getattr(neighbour, first) >= least and getattr(neighbour, second) % 2 == parity
 
     return fails
 
@@ -72,14 +72,14 @@ def needs(case: Case, seed: int):
 def test_no_neighbour_of_a_reduced_case_is_smaller_and_fails(case, seed):
     fails = needs(case, seed)
     attempt, _ = failing_if(fails)
-    found = reduce(case, failed(), attempt, LONG)
-    assert found.finished
+    reduced = reduce(case, failed(), attempt, LONG)
+    assert reduced.finished
     scope = scope_of(case.function, Space())
-    assert [other.text for other in neighbours(found.case, scope) if fails(other)] == []
+    assert [neighbour.text for neighbour in neighbours(reduced.case, scope) if fails(neighbour)] == []
 
 
 def test_the_search_finds_what_a_reducer_has_left():
     """A reducer that gave up: three tokens, where one fails."""
     scope, fails = scope_of(LARGE.function, Space()), lambda case: case.tokens % 2 == 1
-    left = RoutingCase(function=LARGE.function, tokens=3, experts=2)
-    assert 1 in {other.tokens for other in neighbours(left, scope) if fails(other)}
+    larger = RoutingCase(function=LARGE.function, tokens=3, experts=2)
+    assert 1 in {neighbour.tokens for neighbour in neighbours(larger, scope) if fails(neighbour)}

@@ -38,9 +38,9 @@ def test_a_ring_has_other_values_than_the_reference(case):
 
 
 @pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: case.function)
-@pytest.mark.parametrize("wrong", [{"terms": slice(1, None)}, {"halves": True}], ids=["a term dropped", "rounded"])
-def test_a_term_dropped_or_rounded_in_between_breaks_the_order_of_a_sum(case, wrong):
-    status, check, message = judged(case, rings.products(**wrong))
+@pytest.mark.parametrize("mistaken", [{"terms": slice(1, None)}, {"halves": True}], ids=["a term dropped", "rounded"])
+def test_a_term_dropped_or_rounded_in_between_breaks_the_order_of_a_sum(case, mistaken):
+    status, check, message = judged(case, rings.products(**mistaken))
     law = "row_reversal" if case.function == "grouped_wgrad" else "contraction_reversal"
     assert (status, check) == ("FAIL", law)
     assert "in a ring; the other run has 0x" in message
@@ -74,5 +74,5 @@ def test_what_the_reference_leaves_open_is_not_compared():
     case = replace(LINEAR, tail=2)
     expected = CONTRACTS["grouped_linear"].expected(case, CONTRACTS["grouped_linear"].problem(case), {})
     ring = relations.another_run(expected, {"out": torch.zeros(11, 4)})["out"]
-    other = torch.ones(11, 4)
-    assert (ring.wrong(other) is not None) and ring.wrong(torch.zeros(11, 4)) is None
+    changed = torch.ones(11, 4)
+    assert (ring.wrong(changed) is not None) and ring.wrong(torch.zeros(11, 4)) is None

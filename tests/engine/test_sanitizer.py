@@ -57,15 +57,15 @@ def memcheck(tmp_path, monkeypatch):
     sanitizer._file_of_memcheck.cache_clear()
 
 
-@pytest.mark.parametrize("how", [ended, lambda reason: explained(Outcome("CRASH", reason=reason))])
-def test_a_report_of_memcheck_explains_a_crash(memcheck, how):
-    assert how("SIGABRT") == Outcome("CRASH", reason="SIGABRT")
+@pytest.mark.parametrize("explanation", [ended, lambda reason: explained(Outcome("CRASH", reason=reason))])
+def test_a_report_of_memcheck_explains_a_crash(memcheck, explanation):
+    assert explanation("SIGABRT") == Outcome("CRASH", reason="SIGABRT")
     memcheck.write_text(memcheck.read_text() + OUTSIDE)
     assert explained(Outcome("PASS")) == Outcome("PASS")
-    crash = how("SIGABRT")
+    crash = explanation("SIGABRT")
     assert (crash.status, crash.finding["check"], crash.reason) == ("CRASH", "memcheck", "SIGABRT")
     assert crash.finding["message"].startswith(FOUND)
-    assert how("SIGSEGV") == Outcome("CRASH", reason="SIGSEGV")  # the report was of another
+    assert explanation("SIGSEGV") == Outcome("CRASH", reason="SIGSEGV")  # the report was of another
 
 
 def test_a_child_that_memcheck_has_ended_has_its_report(memcheck):
@@ -191,9 +191,9 @@ def test_runs_under_different_tools_are_not_compared():
 
 def test_a_verdict_names_the_tool_and_so_does_a_replay(tmp_path):
     options = Options("my_kernels.moe", profile="smoke", sanitize="consan")
-    right, wrong = Book(tmp_path / "right"), Book(tmp_path / "wrong")
-    right.all_pass()
-    assert assemble(right.folder, options, 1.0).verdict == "CONFORMANT (under consan)"
-    wrong.all_pass("permute").section("drawn-permute-0", "permute", "FAIL").failure(finding=ROWS_WRONG)
-    shown = "\n".join(lines(assemble(wrong.folder, options, 1.0)))
+    conformant, failing = Book(tmp_path / "right"), Book(tmp_path / "wrong")
+    conformant.all_pass()
+    assert assemble(conformant.folder, options, 1.0).verdict == "CONFORMANT (under consan)"
+    failing.all_pass("permute").section("drawn-permute-0", "permute", "FAIL").failure(finding=ROWS_WRONG)
+    shown = "\n".join(lines(assemble(failing.folder, options, 1.0)))
     assert "--impl my_kernels.moe --sanitize consan\n" in shown

@@ -64,8 +64,8 @@ def test_ranks_learn_each_others_gpus_by_host_and_uuid(monkeypatch):
     store.set("gpu 0", "elsewhere GPU-a")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-a"))
-    found = rank._gpus_of_all(store, RankAddress(1, 2, "127.0.0.1", 0))
-    assert found == ["elsewhere GPU-a", f"{socket.gethostname()} GPU-a"]
+    gpus = rank._gpus_of_all(store, RankAddress(1, 2, "127.0.0.1", 0))
+    assert gpus == ["elsewhere GPU-a", f"{socket.gethostname()} GPU-a"]
 
 
 def test_an_implementation_may_name_its_transport_and_need_not():
@@ -81,8 +81,11 @@ def test_outcomes_of_several_ranks_name_the_transport_and_others_do_not():
         DispatchCase(function="hybridep_dispatch", counts=(1, 1)),
     ]
     with Pool(ChildOptions("tests.engine.world_fixtures:RIGHT", "cpu")) as pool:
-        found = [outcome for _, outcome in pool.run(cases[:2])]
-    assert [(outcome.status, outcome.transport) for outcome in found] == [("PASS", "gloo between CPUs"), ("PASS", "")]
+        outcomes = [outcome for _, outcome in pool.run(cases[:2])]
+    assert [(outcome.status, outcome.transport) for outcome in outcomes] == [
+        ("PASS", "gloo between CPUs"),
+        ("PASS", ""),
+    ]
     with Pool(ChildOptions("moe_fast.dispatch.symmetric", "cpu")) as pool:
         ((_, outcome),) = pool.run(cases[2:])
     assert (outcome.status, outcome.transport) == ("PASS", "mapped file between CPUs")
@@ -93,14 +96,14 @@ def test_outcomes_of_several_ranks_name_the_transport_and_others_do_not():
 
 @contextmanager
 def prepared(description: dict[str, Any]) -> Iterator[Worlds]:
-    found = Worlds(ChildOptions("", "cpu"), None, "")
-    found.prepare(description, 10.0)
-    yield found
-    found.close()
+    formed = Worlds(ChildOptions("", "cpu"), None, "")
+    formed.prepare(description, 10.0)
+    yield formed
+    formed.close()
 
 
-def limits(found: Worlds) -> tuple[int, int]:
-    return found.max_ranks, found.shared_ranks
+def limits(formed: Worlds) -> tuple[int, int]:
+    return formed.max_ranks, formed.shared_ranks
 
 
 def test_ranks_share_gpus_only_where_there_are_too_few_and_get_more_time(monkeypatch):
@@ -110,7 +113,7 @@ def test_ranks_share_gpus_only_where_there_are_too_few_and_get_more_time(monkeyp
         def __init__(self, start: Any, patience: Any) -> None:
             self.patience = patience
 
-        def run(self, case: ShiftCase, alone: bool) -> Outcome:
+        def run(self, case: ShiftCase, is_alone: bool) -> Outcome:
             seconds[case.ranks] = self.patience.allowed("shift")
             return Outcome("PASS")
 
@@ -118,24 +121,24 @@ def test_ranks_share_gpus_only_where_there_are_too_few_and_get_more_time(monkeyp
             pass
 
     monkeypatch.setattr(worlds, "World", Seen)
-    with prepared(THREE_GPUS) as found:
-        statuses = [found.run(ShiftCase(function="shift", ranks=ranks)).status for ranks in (1, 3, 4, 5)]
+    with prepared(THREE_GPUS) as formed:
+        statuses = [formed.run(ShiftCase(function="shift", ranks=ranks)).status for ranks in (1, 3, 4, 5)]
     assert statuses == ["PASS", "PASS", "PASS", "NOT_RUN"]
     assert seconds == {1: 10.0, 3: 10.0, 4: SHARED_TIMES * 10.0}
 
 
 @pytest.mark.parametrize(
-    ("gpus", "local", "found"), [(4, 4, (4, 0)), (2, 4, (2, 4)), (1, 2, (1, 4)), (2, 2, (4, 0)), (8, 4, (4, 0))]
+    ("gpus", "local", "expected"), [(4, 4, (4, 0)), (2, 4, (2, 4)), (1, 2, (1, 4)), (2, 2, (4, 0)), (8, 4, (4, 0))]
 )
-def test_under_torchrun_ranks_share_gpus_where_a_host_has_fewer_than_ranks(gpus, local, found, monkeypatch):
+def test_under_torchrun_ranks_share_gpus_where_a_host_has_fewer_than_ranks(gpus, local, expected, monkeypatch):
     here = torchrun.TorchrunRank(0, 4, "127.0.0.1", 1, 0, True, local)
     monkeypatch.setattr(worlds, "torchrun_rank", lambda: here)
     monkeypatch.setattr(worlds, "RemoteRanks", lambda here: SimpleNamespace(dismiss=lambda: None))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    with prepared(THREE_GPUS | {"ranks": min(4, gpus)}) as made:
-        assert limits(made) == found
-    with prepared({"device": "cpu", "ranks": 4, "shared_ranks": 0}) as made:
-        assert limits(made) == (4, 0)
+    with prepared(THREE_GPUS | {"ranks": min(4, gpus)}) as formed:
+        assert limits(formed) == expected
+    with prepared({"device": "cpu", "ranks": 4, "shared_ranks": 0}) as formed:
+        assert limits(formed) == (4, 0)
 
 
 def test_the_space_knows_how_many_ranks_share_gpus():
@@ -155,15 +158,15 @@ def test_a_function_judged_only_with_a_shared_gpu_is_marked_and_one_with_own_gpu
     book.section("fixed-alltoall_combine", "alltoall_combine", "PASS", **SHARED)
     book.section("drawn-alltoall_combine-1", "alltoall_combine", "PASS", "PASS", **APART)
     verdict = book.verdict()
-    one, both, none = (verdict.functions[name] for name in ("alltoall_dispatch", "alltoall_combine", "permute"))
-    assert (one.transports, one.note) == ({"gloo, ranks share one GPU": 1}, "judged on one GPU only")
+    dispatch, both, none = (verdict.functions[name] for name in ("alltoall_dispatch", "alltoall_combine", "permute"))
+    assert (dispatch.transports, dispatch.note) == ({"gloo, ranks share one GPU": 1}, "judged on one GPU only")
     assert (both.transports, both.note) == ({"gloo, ranks share one GPU": 1, "nccl over 2 GPUs": 2}, "")
     assert (none.transports, none.note) == ({}, "")
     assert verdict.record()["functions"]["alltoall_dispatch"]["note"] == "judged on one GPU only"
-    told = terminal.lines(verdict)
-    assert "between ranks: alltoall_dispatch: gloo, ranks share one GPU; judged on one GPU only" in told
-    assert "between ranks: alltoall_combine: gloo, ranks share one GPU; nccl over 2 GPUs" in told
-    assert "alltoall_dispatch conformant · 12 cases, judged on one GPU only" in [" ".join(x.split()) for x in told]
+    printed = terminal.lines(verdict)
+    assert "between ranks: alltoall_dispatch: gloo, ranks share one GPU; judged on one GPU only" in printed
+    assert "between ranks: alltoall_combine: gloo, ranks share one GPU; nccl over 2 GPUs" in printed
+    assert "alltoall_dispatch conformant · 12 cases, judged on one GPU only" in [" ".join(x.split()) for x in printed]
     rows = [line for line in markdown(verdict).splitlines() if line.startswith("| `alltoall")]
     assert rows[0].endswith("| 1 gloo, ranks share one GPU |") and "| conformant, judged on one GPU only |" in rows[0]
     assert rows[1].endswith("| 1 gloo, ranks share one GPU, 2 nccl over 2 GPUs |") and "only" not in rows[1]

@@ -89,15 +89,15 @@ def test_a_result_that_only_a_revision_vouches_for_is_no_result():
     "options", [{"profile": "gate"}, {"seed": 1}, {"case_seconds": 9.0}, {"implementation": "other"}]
 )
 def test_other_options_change_every_function(options):
-    plain = Options("kit", profile="smoke")
-    before, now = (under(NOW, x, DESCRIPTION, [], []) for x in (plain, replace(plain, **options)))
-    assert set(since_report(now, report_of(before), "a.json").reasons) == set(NOW.functions)
+    defaults = Options("kit", profile="smoke")
+    earlier, now = (under(NOW, x, DESCRIPTION, [], []) for x in (defaults, replace(defaults, **options)))
+    assert set(since_report(now, report_of(earlier), "a.json").reasons) == set(NOW.functions)
 
 
 def test_another_device_changes_every_function():
     options = Options("kit", profile="smoke")
-    before, now = (under(NOW, options, DESCRIPTION | {"device_name": name}, [], []) for name in ("CPU", "H200"))
-    assert since_report(now, report_of(before), "a.json").reasons["gate"] == "changed the device"
+    earlier, now = (under(NOW, options, DESCRIPTION | {"device_name": name}, [], []) for name in ("CPU", "H200"))
+    assert since_report(now, report_of(earlier), "a.json").reasons["gate"] == "changed the device"
 
 
 # ---- the verdict

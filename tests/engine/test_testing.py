@@ -21,9 +21,9 @@ QUIET = settings(database=None, max_examples=60, deadline=None)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "your-own-tests.md"
 
 
-def turned(tokens: torch.Tensor, routing_map: torch.Tensor, **given: Any) -> Any:
+def turned(tokens: torch.Tensor, routing_map: torch.Tensor, **settings: Any) -> Any:
     """Rows of more than two copies in the wrong order."""
-    out = moe_ref.permute(tokens, routing_map, **given)
+    out = moe_ref.permute(tokens, routing_map, **settings)
     return out._replace(rows=out.rows.flip(0)) if len(out.rows) > 2 else out
 
 
@@ -54,17 +54,17 @@ def test_hypothesis_shrinks_a_failure():
 
 
 def test_the_body_of_the_test_gets_the_case():
-    seen = []
+    cases = []
 
     @QUIET
     @conforms("sort_chunks", moe_ref, where="dtype=bfloat16")
     def test(case: Any) -> None:
-        seen.append(case)
+        cases.append(case)
         assert case.seed < 3
 
     with pytest.raises(AssertionError):
         test()
-    assert {case.dtype for case in seen} == {"bfloat16"}
+    assert {case.dtype for case in cases} == {"bfloat16"}
 
 
 def few(tokens: torch.Tensor, routing_map: torch.Tensor) -> Any:
@@ -108,9 +108,9 @@ def test_what_cannot_be_judged_is_refused(call, error, sentence):
 
 @QUIET
 @given(strategies.routing_maps(st.integers(0, 5), topk=3), strategies.routing_maps(tokens=4, experts=7))
-def test_routing_maps_have_the_sizes_asked_for(chosen, free):
+def test_routing_maps_have_the_sizes_asked_for(chosen, options):
     assert chosen.dtype == torch.bool and (chosen.sum(1) == 3).all() and len(chosen) <= 5
-    assert free.shape == (4, 7)
+    assert options.shape == (4, 7)
 
 
 @QUIET
@@ -121,20 +121,20 @@ def test_logits_are_exact_steps(logits):
 
 
 def test_logits_have_ties_and_differences():
-    found = {len({*map(float, given.flatten())}) for given in _examples(strategies.logits(4, 4))}
-    assert min(found) < 16 and max(found) > 1
+    distinct = {len({*map(float, settings.flatten())}) for settings in _examples(strategies.logits(4, 4))}
+    assert min(distinct) < 16 and max(distinct) > 1
 
 
 def _examples(strategy: st.SearchStrategy[Any]) -> list[Any]:
-    found: list[Any] = []
+    values: list[Any] = []
 
     @QUIET
     @given(strategy)
-    def collect(one: Any) -> None:
-        found.append(one)
+    def collect(value: Any) -> None:
+        values.append(value)
 
     collect()
-    return found
+    return values
 
 
 def test_the_examples_of_the_document_run():

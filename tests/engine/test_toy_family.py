@@ -67,13 +67,13 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("toy")
 
 
-def python(folder: Path, program: str, given: object = None) -> list:
+def python(folder: Path, program: str, payload: object = None) -> list:
     """The lines that a program prints as JSON, where the environment names the family."""
     path = os.pathsep.join([str(ROOT), *sys.path])
     environment = os.environ | {"MOE_CONFORMANCE_FAMILIES": MODULE, "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-c", program],
-        input=json.dumps(given),
+        input=json.dumps(payload),
         cwd=folder,
         env=environment,
         capture_output=True,

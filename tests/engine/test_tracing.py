@@ -41,10 +41,10 @@ def test_a_backward_counts_as_run_and_runs_in_the_thread_that_asks_for_it():
     assert calls == {"test_tracing.py:Twice.forward", "test_tracing.py:Twice.backward"}
 
 
-def launched(kernel: kernels.Launched, *given: object) -> set[str]:
+def launched(kernel: kernels.Launched, *arguments: object) -> set[str]:
     """What a launch records; without a GPU it fails after it has begun."""
     with traced(FOLDER) as calls, contextlib.suppress(Exception):
-        kernel[(1,)](*given)
+        kernel[(1,)](*arguments)
     return {call.removeprefix("kernels_to_trace.py:") for call in calls if call.startswith("kernels_to_trace.py:")}
 
 

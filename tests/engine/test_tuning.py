@@ -79,9 +79,9 @@ def never(*_: object, **__: object) -> None:
 
 def test_nothing_is_timed_and_the_tuner_is_left_as_it_was(compiled):
     kernel = tuned(configs(0, 0, 0), do_bench=never)
-    every = kernel.configs
+    listed = kernel.configs
     assert judged(namespace(kernel)).status == "PASS"
-    assert kernel.configs is every and not kernel.cache
+    assert kernel.configs is listed and not kernel.cache
 
 
 def test_a_call_outside_a_case_is_tuned_as_ever(compiled):
@@ -102,23 +102,23 @@ def test_a_cached_choice_of_the_tuner_is_not_read(compiled):
 
 def test_what_ran_before_changes_no_choice(compiled):
     case = CASE.changed(seed=1)
-    alone = judged(kernels.LONG, case)
+    outcome = judged(kernels.LONG, case)
     for seed in (5, 3):
         judged(kernels.LONG, CASE.changed(seed=seed))
-    assert judged(kernels.LONG, case).tuned == alone.tuned
+    assert judged(kernels.LONG, case).tuned == outcome.tuned
 
 
 def test_a_long_list_is_judged_by_several_cases(compiled):
-    parts = [judged(kernels.LONG, CASE.changed(seed=seed)).tuned for seed in range(3)]
-    assert [len(part[COPY]["judged"]) for part in parts] == [MOST] * 3
-    assert len(joined(parts)[COPY]["judged"]) == parts[0][COPY]["total"] == 20
+    tuned_by_seed = [judged(kernels.LONG, CASE.changed(seed=seed)).tuned for seed in range(3)]
+    assert [len(tuned_once[COPY]["judged"]) for tuned_once in tuned_by_seed] == [MOST] * 3
+    assert len(joined(tuned_by_seed)[COPY]["judged"]) == tuned_by_seed[0][COPY]["total"] == 20
 
 
 def test_the_seed_says_which_case_shows_a_wrong_configuration(compiled):
-    wrong = [seed for seed in range(10) if judged(kernels.LONG_LAST_WRONG, CASE.changed(seed=seed)).status == "FAIL"]
+    failing = [seed for seed in range(10) if judged(kernels.LONG_LAST_WRONG, CASE.changed(seed=seed)).status == "FAIL"]
     last = [seed for seed in range(10) if 19 in {(MOST * seed + step) % 20 for step in range(MOST)}]
-    assert wrong == last and 0 < len(wrong) < 10
-    smaller = CASE.changed(seed=wrong[0], tokens=1, width=1)  # a reduction keeps the seed
+    assert failing == last and 0 < len(failing) < 10
+    smaller = CASE.changed(seed=failing[0], tokens=1, width=1)  # a reduction keeps the seed
     assert judged(kernels.LONG_LAST_WRONG, smaller).status == "FAIL"
 
 
@@ -150,9 +150,9 @@ def test_a_configuration_that_does_not_fit_is_passed_over_and_counted(compiled):
 
 
 def test_the_hook_of_a_configuration_sees_its_arguments(compiled):
-    seen = []
-    assert judged(with_hook(seen.append, 2)).status == "PASS"
-    assert [(call["BLOCK"], call["count"]) for call in seen] == [(256, 12)]
+    arguments_seen = []
+    assert judged(with_hook(arguments_seen.append, 2)).status == "PASS"
+    assert [(call["BLOCK"], call["count"]) for call in arguments_seen] == [(256, 12)]
 
 
 @pytest.mark.parametrize(("start", "status"), [(torch.zeros_like, "PASS"), (torch.ones_like, "FAIL")])
@@ -179,10 +179,10 @@ def test_heuristics_inside_and_outside_see_the_configuration(compiled):
     last = {"ADDED": lambda arguments: int(arguments["BLOCK"] == 128)}
     listed = [kernels.triton.Config({"BLOCK": block}) for block in (64, 128)]
     jitted = kernels.triton.jit(kernels.copy_kernel)
-    inside = kernels.triton.autotune(listed, ["count"])(kernels.triton.heuristics(last)(jitted))
-    assert message_of(judged(namespace(inside))).endswith("BLOCK: 128, num_warps: 4, num_stages: 3")
-    outside = kernels.triton.heuristics({"ADDED": lambda arguments: 0})(tuned_blocks(listed, jitted))
-    assert len(judged(namespace(outside)).tuned[COPY]["judged"]) == 2
+    tuned_inside = kernels.triton.autotune(listed, ["count"])(kernels.triton.heuristics(last)(jitted))
+    assert message_of(judged(namespace(tuned_inside))).endswith("BLOCK: 128, num_warps: 4, num_stages: 3")
+    tuned_outside = kernels.triton.heuristics({"ADDED": lambda arguments: 0})(tuned_blocks(listed, jitted))
+    assert len(judged(namespace(tuned_outside)).tuned[COPY]["judged"]) == 2
 
 
 def tuned_blocks(listed: list, jitted: Any) -> Any:
@@ -190,7 +190,7 @@ def tuned_blocks(listed: list, jitted: Any) -> Any:
 
 
 def test_the_gradient_is_judged_in_each_configuration(compiled):
-    wrong = tuned(configs(0, 0, 1))
+    failing = tuned(configs(0, 0, 1))
     only_backward = SimpleNamespace(activation=lambda h, **settings: kernels.moe_ref.activation(h, **settings))
     assert judged(only_backward, CASE.changed(grads="h")).status == "PASS"
 
@@ -201,7 +201,7 @@ def test_the_gradient_is_judged_in_each_configuration(compiled):
 
         @staticmethod
         def backward(ctx, grad):
-            return copied(wrong)(grad)
+            return copied(failing)(grad)
 
     only_backward.activation = lambda h, **settings: Through.apply(kernels.moe_ref.activation(h, **settings))
     outcome = judged(only_backward, CASE.changed(grads="h"))
@@ -353,14 +353,14 @@ def test_the_report_counts_what_cases_and_shards_have_judged(tmp_path):
     book.section("y", "permute", "UNINFORMATIVE", tuned={"m.k": record("c")})
     verdict = book.verdict()
     assert "tuned kernels: judged configurations: k 2 of 3 (1 does not fit the device)" in lines(verdict)
-    other = verdict.record() | {"shard": "2/2", "tuned": {"m.k": record("c"), "m.l": record(by=UNKNOWN)}}
-    merged = merge([verdict.record() | {"shard": "1/2"}, other])
+    second_shard = verdict.record() | {"shard": "2/2", "tuned": {"m.k": record("c"), "m.l": record(by=UNKNOWN)}}
+    merged = merge([verdict.record() | {"shard": "1/2"}, second_shard])
     assert "tuned kernels: judged configurations: k 3 of 3" in lines(merged)
     assert any(line.startswith("tuned kernels: only the configuration that the tuner chose") for line in lines(merged))
 
 
 def test_joining_changes_no_part():
-    parts = [{"k": record("b")}, {"k": record("a", unfit=("b",))}]
-    before = json.dumps(parts)
-    assert joined(parts) == {"k": record("a", "b")}
-    assert json.dumps(parts) == before
+    records = [{"k": record("b")}, {"k": record("a", unfit=("b",))}]
+    text = json.dumps(records)
+    assert joined(records) == {"k": record("a", "b")}
+    assert json.dumps(records) == text

@@ -29,10 +29,10 @@ def test_one_wrong_case_among_many_is_not_conformant(book, status):
 
 def test_a_blocked_function_says_in_how_many_cases_and_does_not_differ(book):
     verdict = book.all_pass("unpermute").section("drawn-unpermute-0", "unpermute", "PASS", "BLOCKED").verdict()
-    said = lines(verdict)
-    (line,) = (x for x in said if x.startswith("unpermute"))
+    printed = lines(verdict)
+    (line,) = (x for x in printed if x.startswith("unpermute"))
     assert f"in 1 of {verdict.functions['unpermute'].cases} cases" in line
-    assert any(f"0 of {len(CONTRACTS)} functions differ · 1 blocked" in x for x in said)
+    assert any(f"0 of {len(CONTRACTS)} functions differ · 1 blocked" in x for x in printed)
 
 
 @pytest.mark.parametrize("status", ["PASS", "WAIVED", "UNINFORMATIVE", "DECLARED_UNSUPPORTED", "NOT_OFFERED"])
@@ -96,12 +96,12 @@ def test_too_few_informative_cases_are_too_little(book):
     assert verdict.functions["permute"].status == "too little tested"
 
 
-@pytest.mark.parametrize(("passed", "told"), [(1, ["; 3 did not run: permute is not offered"]), (ENOUGH, [])])
-def test_what_cases_need_and_is_not_offered_is_said_where_too_few_run(book, passed, told):
+@pytest.mark.parametrize(("passed", "sentence"), [(1, ["; 3 did not run: permute is not offered"]), (ENOUGH, [])])
+def test_what_cases_need_and_is_not_offered_is_said_where_too_few_run(book, passed, sentence):
     book.all_pass("unpermute").section("fixed-unpermute", "unpermute", *["PASS"] * passed)
     book.section("drawn-unpermute-0", "unpermute", *["NOT_OFFERED"] * 3, reason="permute is not offered")
     problems = book.verdict().problems
-    assert len(problems) == len(told) and all(x.endswith(end) for x, end in zip(problems, told, strict=True))
+    assert len(problems) == len(sentence) and all(x.endswith(end) for x, end in zip(problems, sentence, strict=True))
 
 
 def test_too_many_unsupported_cases_are_too_little(book):
@@ -164,13 +164,13 @@ def test_a_function_of_an_interrupted_part_of_a_run_is_not_conformant(book, inte
     assert ("ended early by SIGTERM" in "\n".join(lines(verdict))) == (interrupted == "SIGTERM")
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("is_complete", [True, False])
 @pytest.mark.parametrize("reason", ["SIGINT", "SIGTERM", "a signal"])
-def test_an_interrupted_run_is_not_conformant_even_if_every_case_has_passed(book, whole, reason):
-    verdict = book.all_pass().verdict(interrupted=reason, is_complete=whole)
+def test_an_interrupted_run_is_not_conformant_even_if_every_case_has_passed(book, is_complete, reason):
+    verdict = book.all_pass().verdict(interrupted=reason, is_complete=is_complete)
     assert (verdict.exit_code, verdict.verdict) == (4, "INTERRUPTED")
     assert "CONFORMANT" not in "\n".join(lines(verdict))
-    assert book.verdict(is_complete=whole).verdict == "CONFORMANT"
+    assert book.verdict(is_complete=is_complete).verdict == "CONFORMANT"
 
 
 @pytest.mark.parametrize(("status", "code"), [("FAIL", 1), ("ERROR", 3)])
@@ -184,11 +184,11 @@ def test_at_the_time_limit_a_run_is_conformant_with_the_minimum_of_every_functio
     for name in CONTRACTS:
         count = cases if name == "permute" else ENOUGH
         book.section(f"drawn-{name}", name, *["PASS"] * count, scheduled=count + 1)
-    found = book.verdict(interrupted=TIME_LIMIT, waivers=("unpermute (me)",))
-    assert (found.verdict, found.exit_code) == (verdict, code)
-    assert "ended early by the time limit" in "\n".join(lines(found))
-    assert "ended early by the time limit" in markdown(found)
-    assert any(problem.startswith("permute: 2 informative") for problem in found.problems) == bool(code)
+    at_the_limit = book.verdict(interrupted=TIME_LIMIT, waivers=("unpermute (me)",))
+    assert (at_the_limit.verdict, at_the_limit.exit_code) == (verdict, code)
+    assert "ended early by the time limit" in "\n".join(lines(at_the_limit))
+    assert "ended early by the time limit" in markdown(at_the_limit)
+    assert any(problem.startswith("permute: 2 informative") for problem in at_the_limit.problems) == bool(code)
 
 
 @pytest.mark.parametrize(("accept_partial", "code"), [(False, 4), (True, 0)])
@@ -250,10 +250,10 @@ def test_a_waiver_that_waives_nothing_is_an_error(book):
 # ---- kernels
 
 
-@pytest.mark.parametrize(("kernels", "found"), [(["k"], {"width": 1.0}), ([], {})])
-def test_a_field_whose_changes_compile_kernels_is_named(book, kernels, found):
+@pytest.mark.parametrize(("kernels", "fields"), [(["k"], {"width": 1.0}), ([], {})])
+def test_a_field_whose_changes_compile_kernels_is_named(book, kernels, fields):
     book.section("drawn-glu", "glu", *["PASS"] * 10, changed=["width", "seed"], kernels=kernels)
     book.section("covering-glu", "glu", *["PASS"] * 10, changed=["seed"])
     verdict = book.verdict()
-    assert verdict.functions["glu"].specialised_by == found
-    assert any("glu: width (1.0)" in line for line in lines(verdict)) == bool(found)
+    assert verdict.functions["glu"].specialised_by == fields
+    assert any("glu: width (1.0)" in line for line in lines(verdict)) == bool(fields)

@@ -26,15 +26,17 @@ def write(verdict: Verdict, path: Path) -> None:
 
 
 def test_kernels_that_no_case_launched_are_named(tmp_path):
-    def told(name: str, *kernels: str, launched: list[str], **options) -> str:
+    def printed(name: str, *kernels: str, launched: list[str], **options) -> str:
         book = Book(tmp_path / name, kernels=kernels).all_pass("permute")
         book.section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, kernels=launched)
         return " ".join(" ".join(lines(book.verdict(**options))).split())
 
-    both, one = ["a_kernel 12ab", "b_kernel 34cd"], ["a_kernel 12ab", "a_kernel 56ef"]
-    assert "not launched b_kernel: kernels that no case" in told("one", "a_kernel", "b_kernel", launched=one)
-    assert "not launched" not in told("both", "a_kernel", "b_kernel", launched=both)
-    assert "not launched" not in told("none", "a_kernel", launched=[])  # without a compiler
+    both, first_kernel = ["a_kernel 12ab", "b_kernel 34cd"], ["a_kernel 12ab", "a_kernel 56ef"]
+    assert "not launched b_kernel: kernels that no case" in printed(
+        "one", "a_kernel", "b_kernel", launched=first_kernel
+    )
+    assert "not launched" not in printed("both", "a_kernel", "b_kernel", launched=both)
+    assert "not launched" not in printed("none", "a_kernel", launched=[])  # without a compiler
 
 
 def test_a_failure_whose_reduction_was_ended_by_an_error_says_so(book):
@@ -64,38 +66,38 @@ def test_the_same_again_is_no_regression(book):
 
 
 def test_a_function_that_is_gone_is_a_regression(book, tmp_path):
-    later = Book(tmp_path / "later", sort_chunks={"offered": False}).all_pass("sort_chunks")
-    verdict = later.verdict(baseline=baseline_of(book))
+    book_after = Book(tmp_path / "later", sort_chunks={"offered": False}).all_pass("sort_chunks")
+    verdict = book_after.verdict(baseline=baseline_of(book))
     assert (verdict.exit_code, verdict.verdict) == (5, "REGRESSION")
     assert "sort_chunks was conformant in the baseline and is not offered any more" in verdict.problems[0]
-    assert book.verdict(baseline=later.verdict().record()).exit_code == 0
+    assert book.verdict(baseline=book_after.verdict().record()).exit_code == 0
 
 
 def test_a_setting_that_is_gone_is_a_regression(book, tmp_path):
-    later = Book(tmp_path / "later", permute={"without": ["align"]}).all_pass()
-    verdict = later.verdict(baseline=baseline_of(book))
+    book_after = Book(tmp_path / "later", permute={"without": ["align"]}).all_pass()
+    verdict = book_after.verdict(baseline=baseline_of(book))
     assert (verdict.exit_code, verdict.problems) == (5, ["permute no longer accepts align"])
-    assert book.verdict(baseline=later.verdict().record()).exit_code == 0
+    assert book.verdict(baseline=book_after.verdict().record()).exit_code == 0
 
 
 def test_more_unsupported_cases_are_a_regression(book, tmp_path):
-    later = (
+    book_after = (
         Book(tmp_path / "later")
         .all_pass("permute")
         .section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, *["DECLARED_UNSUPPORTED"] * 2)
     )
-    verdict = later.verdict(baseline=baseline_of(book))
+    verdict = book_after.verdict(baseline=baseline_of(book))
     assert verdict.exit_code == 5
     assert "permute: 17% declared unsupported, 0% in the baseline" in verdict.problems[0]
 
 
 def test_a_failure_outweighs_a_regression(book, tmp_path):
-    later = (
+    book_after = (
         Book(tmp_path / "later", sort_chunks={"offered": False})
         .all_pass("sort_chunks")
         .section("corpus", "permute", "FAIL")
     )
-    assert later.verdict(baseline=baseline_of(book)).exit_code == 1
+    assert book_after.verdict(baseline=baseline_of(book)).exit_code == 1
 
 
 # ---- failures
@@ -113,8 +115,8 @@ def test_the_smallest_of_equal_failures_is_kept(book):
 
 
 def test_different_failures_are_all_kept_in_the_order_of_the_functions(book):
-    other = RoutingCase(function="unpermute")
-    book.failure("CRASH", case=other).failure(finding=ROWS_WRONG | {"check": "shape"}).failure(
+    another = RoutingCase(function="unpermute")
+    book.failure("CRASH", case=another).failure(finding=ROWS_WRONG | {"check": "shape"}).failure(
         finding=ROWS_WRONG
     ).failure("HANG")
     assert [failure["function"] for failure in book.verdict().failures] == [
@@ -170,7 +172,7 @@ def test_the_junit_report_has_no_test_of_what_is_not_offered(tmp_path):
     suite = ElementTree.parse(tmp_path / "out.xml").getroot()
     assert (suite.get("skipped"), suite.get("tests")) == ("0", str(len(CONTRACTS) - 1))
     assert "sort_chunks" not in [test.get("name") for test in suite.iter("testcase")]
-    assert {one.get("name"): one.get("value") for one in suite.iter("property")}["not offered"] == "sort_chunks"
+    assert {item.get("name"): item.get("value") for item in suite.iter("property")}["not offered"] == "sort_chunks"
 
 
 @pytest.mark.parametrize(
@@ -279,23 +281,23 @@ RAISED = {"output": "call", "message": "raised on a legal call"}
 
 def test_a_call_that_a_kernel_refuses_says_how_to_refuse_it(book, tmp_path):
     refusing, contiguous = 'let supports("permute", …) return a reason', '{"noncontiguous": False}'
-    unknown, other = (RAISED | {"check": f"raises {name}"} for name in ("TypeError", "RuntimeError"))
+    unknown, another = (RAISED | {"check": f"raises {name}"} for name in ("TypeError", "RuntimeError"))
     assert refusing in shown_failures(book, ("FAIL", unknown))
-    assert "way out" not in shown_failures(Book(tmp_path / "other"), ("FAIL", other))
+    assert "way out" not in shown_failures(Book(tmp_path / "other"), ("FAIL", another))
     strided = replace(SMALL, layout="transposed", layout_of="tokens")
-    assert contiguous in shown_failures(Book(tmp_path / "strided"), ("FAIL", other), case=strided)
+    assert contiguous in shown_failures(Book(tmp_path / "strided"), ("FAIL", another), case=strided)
     declaring = Book(tmp_path / "declaring", permute={"declares": {"noncontiguous": False}})
-    assert contiguous not in shown_failures(declaring, ("FAIL", other), case=strided)
+    assert contiguous not in shown_failures(declaring, ("FAIL", another), case=strided)
     assert contiguous not in shown_failures(Book(tmp_path / "wrong"), ("FAIL", ROWS_WRONG), case=strided)
 
 
 def test_outputs_that_are_not_omitted_are_no_declaration(tmp_path):
-    def told(**declared) -> str:
+    def printed(**declared) -> str:
         book = Book(tmp_path / str(len(declared["omits"])), permute={"declares": declared}).all_pass("permute")
         return "\n".join(lines(book.verdict()))
 
-    assert "declares: permute: omits pad_offsets" in told(omits=("pad_offsets",))
-    assert "declares" not in told(omits=())
+    assert "declares: permute: omits pad_offsets" in printed(omits=("pad_offsets",))
+    assert "declares" not in printed(omits=())
 
 
 def test_long_names_keep_the_table_and_the_others_have_one_line(tmp_path):
@@ -306,12 +308,12 @@ def test_long_names_keep_the_table_and_the_others_have_one_line(tmp_path):
         book.section(f"drawn-{name}-0", name, *["PASS"] * ENOUGH)
     shown = lines(book.verdict())
     (short,) = [line for line in shown if line.startswith("permute ")]
-    (other,) = [line for line in shown if line.startswith(long)]
-    (rest,) = [line for line in shown if line.startswith("not offered")]
-    assert short.index("conformant") == other.index("conformant") == rest.index("gate") == len(long) + 1
-    listed = rest[len(long) :].partition(", …")[0].count(",") + 1
-    assert rest.endswith(f"… (and {len(CONTRACTS) - 2 - listed} more)")
-    assert len(rest) <= 160
+    (another,) = [line for line in shown if line.startswith(long)]
+    (not_offered,) = [line for line in shown if line.startswith("not offered")]
+    assert short.index("conformant") == another.index("conformant") == not_offered.index("gate") == len(long) + 1
+    listed = not_offered[len(long) :].partition(", …")[0].count(",") + 1
+    assert not_offered.endswith(f"… (and {len(CONTRACTS) - 2 - listed} more)")
+    assert len(not_offered) <= 160
 
 
 def test_a_crash_is_shown_with_its_place(book):

@@ -116,12 +116,12 @@ def test_a_waiver_of_what_a_finding_may_say_is_accepted(tmp_path, function, text
 
 
 def test_every_check_of_an_expectation_is_known():
-    classes, found = [Resolved], set()
+    classes, checks = [Resolved], set()
     while classes:
         cls = classes.pop()
         classes += cls.__subclasses__()
-        found |= {cls.check} if hasattr(cls, "check") else set()
-    assert found == {*JUDGED}
+        checks |= {cls.check} if hasattr(cls, "check") else set()
+    assert checks == {*JUDGED}
 
 
 def test_the_outputs_of_golden_cases_are_known():

@@ -60,13 +60,13 @@ def test_a_right_function_passes_in_every_world_with_gradients_and_laws():
         for grads, law in (("x", ""), ("", "history"))
     ]
     with pool_of("RIGHT") as pool:
-        found = {case.text: outcome for case, outcome in pool.run(cases)}
-    assert {text: outcome.status for text, outcome in found.items()} == {case.text: "PASS" for case in cases}
-    assert all(outcome.evaluations == (2 if '"law"' in text else 1) for text, outcome in found.items())
+        outcomes = {case.text: outcome for case, outcome in pool.run(cases)}
+    assert {text: outcome.status for text, outcome in outcomes.items()} == {case.text: "PASS" for case in cases}
+    assert all(outcome.evaluations == (2 if '"law"' in text else 1) for text, outcome in outcomes.items())
 
 
 @pytest.mark.parametrize(
-    ("name", "status", "told"),
+    ("name", "status", "sentence"),
     [
         ("RAISES", "FAIL", "rank 1 of 3: raised RuntimeError on a legal call: no buffer; 2 others waited for it"),
         ("WRONG", "FAIL", "rank 1 of 3: "),
@@ -75,10 +75,10 @@ def test_a_right_function_passes_in_every_world_with_gradients_and_laws():
         ("DISAGREES", "FAIL", "no, says rank 1 of 3; rank 0 disagrees"),
     ],
 )
-def test_the_rank_that_goes_wrong_is_named(name, status, told):
+def test_the_rank_that_goes_wrong_is_named(name, status, sentence):
     outcome = outcome_of(name)
     assert outcome.status == status
-    assert told in (outcome.finding["message"] if outcome.finding else outcome.reason)
+    assert sentence in (outcome.finding["message"] if outcome.finding else outcome.reason)
 
 
 def test_ranks_that_hang_are_named_with_where_they_are():
@@ -89,18 +89,18 @@ def test_ranks_that_hang_are_named_with_where_they_are():
 
 
 @pytest.mark.parametrize(
-    ("name", "status", "told"),
+    ("name", "status", "sentence"),
     [
         ("DISPATCH_DIES", "CRASH", "rank 1 of 2 in hybridep_dispatch: SIGABRT at "),
         ("DISPATCH_HANGS", "HANG", "rank 1 in hybridep_dispatch at "),
     ],
 )
-def test_a_dispatch_that_ends_a_case_of_a_combine_is_named(name, status, told):
+def test_a_dispatch_that_ends_a_case_of_a_combine_is_named(name, status, sentence):
     with pool_of(name, seconds=3.0) as pool:
         pool.start()
         outcome = pool.worlds.run(DispatchCase(function="hybridep_combine", counts=(1, 1)))
     assert outcome.status == status
-    assert told in outcome.reason
+    assert sentence in outcome.reason
 
 
 IN_A_CALL = Member(0, None, calling="shift", heard=5.0)
@@ -132,8 +132,8 @@ def test_ranks_that_may_still_answer_are_not_ended(members):
 def test_nothing_is_left_running_and_the_next_case_finds_a_new_world():
     with pool_of("DIES", seconds=20.0) as pool:
         list(pool.run([THREE]))
-        alone = ShiftCase(function="shift", ranks=1, rows=2)
-        assert [outcome.status for _, outcome in pool.run([alone])] == ["PASS"]
+        of_one_rank = ShiftCase(function="shift", ranks=1, rows=2)
+        assert [outcome.status for _, outcome in pool.run([of_one_rank])] == ["PASS"]
         processes = [member.process.process.pid for world in pool.worlds._worlds.values() for member in world._members]
         assert len(processes) == 4
     assert all_gone(processes)
@@ -143,8 +143,8 @@ def test_the_world_shrinks():
     with pool_of("WRONG") as pool:
         attempt = lambda case: next(iter(pool.run([case])))[1]  # noqa: E731
         case = ShiftCase(function="shift", ranks=4, rows=3)
-        found = reduce(case, attempt(case), attempt, seconds=3600)
-    assert (found.case.ranks, found.case.rows, found.finished) == (2, 1, True)
+        reduced = reduce(case, attempt(case), attempt, seconds=3600)
+    assert (reduced.case.ranks, reduced.case.rows, reduced.finished) == (2, 1, True)
 
 
 def test_a_world_that_has_no_room_is_refused_with_a_sentence():
@@ -211,9 +211,9 @@ def place(monkeypatch) -> Iterator[TorchrunRank]:
         "MASTER_PORT": str(store.port),
     }.items():
         monkeypatch.setenv(name, value)
-    found = torchrun.torchrun_rank()
-    assert found
-    yield found
+    rank = torchrun.torchrun_rank()
+    assert rank
+    yield rank
     del store
 
 
@@ -236,16 +236,16 @@ def calling(rank: int, place: TorchrunRank) -> None:
 
 def test_ranks_that_do_not_call_in_time_are_named_and_nothing_is_left_running(place, monkeypatch):
     register()
-    before = set(active_children())
+    children = set(active_children())
     with Pool(ChildOptions("tests.engine.world_fixtures:RIGHT", "cpu", search=HERE)) as pool:
         pool.start()
-        told = r"ranks 1, 2 of 3 did not call rank 0, at 127\.0\.0\.1:\d+, in 4\.0 s"
-        with pytest.raises(UsageError, match=told):
+        sentence = r"ranks 1, 2 of 3 did not call rank 0, at 127\.0\.0\.1:\d+, in 4\.0 s"
+        with pytest.raises(UsageError, match=sentence):
             next(iter(pool.run([THREE])))
         monkeypatch.setattr(RemoteRanks, "_accept", None)  # nobody waits again
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=sentence):
             next(iter(pool.run([THREE])))
-    assert [child for child in active_children() if child not in before and child.is_alive()] == []
+    assert [child for child in active_children() if child not in children and child.is_alive()] == []
     assert lending(2, place).result(BACKSTOP_SECONDS) == 0  # it comes when all is over
 
 
@@ -264,4 +264,4 @@ def test_a_rank_whose_process_does_not_call_is_named(place):
     with pytest.raises(UsageError, match=r"^rank 1 of 3 did not call rank 0"):
         remote.open(1, 2)
     remote.dismiss()
-    assert [each.result(BACKSTOP_SECONDS) for each in there] == [None, None]
+    assert [exit_code.result(BACKSTOP_SECONDS) for exit_code in there] == [None, None]

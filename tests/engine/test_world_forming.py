@@ -30,7 +30,7 @@ def _known() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "sentence"),
     [
         ("OTHERWISE", "rank 1 differs from rank 0 in its functions: all ranks must run the same implementation"),
         (
@@ -42,7 +42,7 @@ def _known() -> Iterator[None]:
         ("OF_ANOTHER_SUITE", "rank 1 made other inputs of the case than rank 0: all ranks must run the same suite"),
     ],
 )
-def test_a_rank_that_is_not_like_the_others_is_named_and_nothing_is_left_running(name, told, tmp_path):
+def test_a_rank_that_is_not_like_the_others_is_named_and_nothing_is_left_running(name, sentence, tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     started: list[LocalRank] = []
 
@@ -65,7 +65,7 @@ def test_a_rank_that_is_not_like_the_others_is_named_and_nothing_is_left_running
     outcome = world.run(THREE)
     world.close()
     assert (outcome.status, outcome.finding) == ("ERROR", None)
-    assert outcome.reason.startswith(told)
+    assert outcome.reason.startswith(sentence)
     assert len(processes) == 3
     assert all_gone(processes)
 
@@ -89,7 +89,7 @@ READY = ("ready", {"functions": {}, "versions": {}})
 
 
 @pytest.mark.parametrize(
-    ("messages", "told"),
+    ("messages", "sentence"),
     [
         ((), "rank 1 of 2 was not ready within 1 s (0.0 s of CPU time in "),
         ((READY,), "rank 1 of 2 was not formed within 1 s (0.0 s of CPU time in "),
@@ -103,10 +103,10 @@ READY = ("ready", {"functions": {}, "versions": {}})
         ),
     ],
 )
-def test_a_rank_that_does_not_come_is_waited_for_so_long_and_named(messages, told, monkeypatch):
+def test_a_rank_that_does_not_come_is_waited_for_so_long_and_named(messages, sentence, monkeypatch):
     monkeypatch.setattr(world_module, "MEETING_SECONDS", 0.5)
     ranks = [Told(READY, ("formed", None)), Told(*messages)]
     outcome = World(lambda: [*ranks], Patience(20.0)).run(THREE)
     assert outcome.status == "ERROR"
-    assert outcome.reason.startswith(told)
+    assert outcome.reason.startswith(sentence)
     assert [rank.ended for rank in ranks] == [1, 1]

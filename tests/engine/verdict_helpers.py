@@ -29,8 +29,8 @@ class Book:
 
     def __init__(self, folder: Path, worker: str = "main", kernels: tuple[str, ...] = (), **functions) -> None:
         self.folder, self.ledger = folder, Ledger(folder, worker)
-        plain = {"offered": True, "without": [], "declares": {}}
-        described = {name: plain | functions.get(name, {}) for name in CONTRACTS}
+        offered = {"offered": True, "without": [], "declares": {}}
+        described = {name: offered | functions.get(name, {}) for name in CONTRACTS}
         self.ledger.write(
             "implementation",
             functions=described,
@@ -43,7 +43,7 @@ class Book:
     def section(self, label: str, function: str, *statuses: str, scheduled: int | None = None, **content) -> "Book":
         self.ledger.write("plan", section=label, scheduled=len(statuses) if scheduled is None else scheduled)
         for status in statuses:
-            told = {
+            result = {
                 "finding": None,
                 "reason": "",
                 "seconds_implementation": 0.5,
@@ -60,7 +60,7 @@ class Book:
             }
             self.ledger.write(
                 "outcome",
-                **told
+                **result
                 | {"id": "0" * 12, "function": function, "status": status, "section": label, "law": ""}
                 | content,
             )

@@ -17,5 +17,5 @@ def until(claim: Callable[[], object], seconds: float = BACKSTOP_SECONDS) -> boo
 
 def all_gone(processes: Iterable[int]) -> bool:
     """Whether the processes end, and are reaped: the forkserver takes a moment for that."""
-    every = list(processes)
-    return until(lambda: not any(os.path.exists(f"/proc/{process}") for process in every))
+    remaining = list(processes)
+    return until(lambda: not any(os.path.exists(f"/proc/{process}") for process in remaining))

@@ -59,16 +59,21 @@ def installed(wheel, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     script, filled = of_action("Install", {"package": f"{wheel}[fast]"})
     path = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    own = {"PIP_TARGET": str(folder), "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    pip_settings = {
+        "PIP_TARGET": str(folder),
+        "PIP_NO_DEPS": "1",
+        "PIP_NO_INDEX": "1",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
     command = ["bash", "-e", "-o", "pipefail", "-c", script]
-    subprocess.run(command, env=os.environ | path | own | filled, check=True, timeout=1200)
+    subprocess.run(command, env=os.environ | path | pip_settings | filled, check=True, timeout=1200)
     return folder
 
 
 def of_user(installed: Path) -> dict[str, str]:
     """An environment in which the wheel is installed, and bytecode is not written."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    return kept | {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    return environment | {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def read_only(folder: Path) -> list[str]:
@@ -89,31 +94,33 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.fixture(scope="session")
-def place(installed, tmp_path_factory) -> Path:
+def user_folder(installed, tmp_path_factory) -> Path:
     """A folder with a user's modules, and with names that belong to others."""
-    place = tmp_path_factory.mktemp("place")
-    (place / "my_kernels.py").write_text(steps.kernels()[-1])
-    (place / "my_dispatch.py").write_text(DISPATCH.format(installed=str(installed)))
-    (place / "conftest.py").write_text(HOST)
-    (place / "test_host.py").write_text("def test(pytestconfig):\n    assert pytestconfig.getoption('device') == 'x'\n")
+    user_folder = tmp_path_factory.mktemp("user_folder")
+    (user_folder / "my_kernels.py").write_text(steps.kernels()[-1])
+    (user_folder / "my_dispatch.py").write_text(DISPATCH.format(installed=str(installed)))
+    (user_folder / "conftest.py").write_text(HOST)
+    (user_folder / "test_host.py").write_text(
+        "def test(pytestconfig):\n    assert pytestconfig.getoption('device') == 'x'\n"
+    )
     for name in ("conformance", "moe_ref", "torch"):
-        (place / name).mkdir()
-        (place / name / "__init__.py").write_text("raise RuntimeError('the wrong package')\n")
-    return place
+        (user_folder / name).mkdir()
+        (user_folder / name / "__init__.py").write_text("raise RuntimeError('the wrong package')\n")
+    return user_folder
 
 
 @pytest.fixture(scope="session")
-def told(installed, wheel, place, tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
+def results_by_step(installed, wheel, user_folder, tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
     """(exit code, output) of each step, in order."""
     driver = tmp_path_factory.mktemp("bin") / "driver.py"  # as the installed script, not in the folder of the user
     shutil.copy(Path(__file__).with_name("driver.py"), driver)
     results = driver.with_name("results.json")
     taken = steps.steps(wheel)
-    before = listing(installed)
+    listed = listing(installed)
     done = subprocess.run(
         [*read_only(installed), sys.executable, str(driver), str(results)],
         input=json.dumps([step for _, step in taken]),
-        cwd=place,
+        cwd=user_folder,
         env=of_user(installed),
         capture_output=True,
         text=True,
@@ -123,5 +130,5 @@ def told(installed, wheel, place, tmp_path_factory) -> dict[str, list[tuple[int,
     out: dict[str, list[tuple[int, str]]] = {}
     for (label, _), result in zip(taken, json.loads(results.read_text()), strict=True):
         out.setdefault(label, []).append((result[0], result[1]))
-    out["changed"] = [(0, name) for name, _ in before.items() ^ listing(installed).items()]
+    out["changed"] = [(0, name) for name, _ in listed.items() ^ listing(installed).items()]
     return out

@@ -87,15 +87,15 @@ LEFT = (
 
 def commands() -> dict[str, list[Path]]:
     """Every command of the documents without its comment, with its pages."""
-    found: dict[str, list[Path]] = {}
+    pages_of: dict[str, list[Path]] = {}
     for page in PAGES:
         for line in LINE.findall(page.read_text()):
             text = re.sub(r"\\\n\s*", "", re.split(r"\s+# ", line)[0])
             for command in re.sub(r"^\. \.venv/bin/activate(?: && )?", "", text).split(" && "):
                 words = [word for word in command.split() if not re.match(r"[A-Z_]+=", word)]
                 if len(words) > 1 and words[0] in PROGRAMS and words[1] != "·":
-                    found.setdefault(command.split(" > ")[0].strip(), []).append(page.relative_to(ROOT))
-    return found
+                    pages_of.setdefault(command.split(" > ")[0].strip(), []).append(page.relative_to(ROOT))
+    return pages_of
 
 
 def could_run(command: str) -> bool:

@@ -46,9 +46,9 @@ SHORT = ("--profile", "smoke", "--jobs", "1")  # of an option that is given twic
 START = pathlib.Path.cwd()
 
 
-def exit_code(program: Callable[..., Any], *given: Any) -> int:
+def exit_code(program: Callable[..., Any], *arguments: Any) -> int:
     try:
-        return program(*given) or 0
+        return program(*arguments) or 0
     except SystemExit as left:
         return int(left.code or 0)
 
@@ -72,36 +72,39 @@ def serve(connection: socket.socket) -> None:
     """Call the command with what a script's process has lent."""
     text, streams, _, _ = socket.recv_fds(connection, 1 << 20, 2)
     words, folder, environment = json.loads(text)
-    before, own = dict(os.environ), (os.dup(1), os.dup(2))
+    environment_before, streams_before = dict(os.environ), (os.dup(1), os.dup(2))
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    for place, stream in enumerate(streams, 1):
-        os.dup2(stream, place)
+    for number, stream in enumerate(streams, 1):
+        os.dup2(stream, number)
     code = exit_code(main, [*words, *(SHORT if words[0] == "run" else ())])
     sys.stdout.flush()
     sys.stderr.flush()
     os.environ.clear()
-    os.environ.update(before)
-    for place, stream in enumerate(own, 1):
-        os.dup2(stream, place)
-    for stream in (*streams, *own):
+    os.environ.update(environment_before)
+    for number, stream in enumerate(streams_before, 1):
+        os.dup2(stream, number)
+    for stream in (*streams, *streams_before):
         os.close(stream)
     connection.send(str(code).encode())
 
 
 def shell(text: str, environment: dict[str, str], seconds: float) -> tuple[int, str]:
     folder = pathlib.Path.cwd()
-    with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"{place}/socket")
+    with (
+        tempfile.TemporaryDirectory() as private_folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+    ):
+        listener.bind(f"{private_folder}/socket")
         listener.listen()
         listener.settimeout(0.02)
-        command = pathlib.Path(place, "moe-conformance")
+        command = pathlib.Path(private_folder, "moe-conformance")
         command.write_text(COMMAND)
         command.chmod(0o755)
-        path = {"PATH": os.pathsep.join([place, environment.pop("PATH", ""), os.environ["PATH"]])}
-        driver = {"DRIVER": f"{place}/socket", "DRIVER_PID": str(os.getpid()), "COMMAND": str(command)}
-        with open(f"{place}/out", "w+") as out:
+        path = {"PATH": os.pathsep.join([private_folder, environment.pop("PATH", ""), os.environ["PATH"]])}
+        driver = {"DRIVER": f"{private_folder}/socket", "DRIVER_PID": str(os.getpid()), "COMMAND": str(command)}
+        with open(f"{private_folder}/out", "w+") as out:
             process = subprocess.Popen(
                 ["bash", "-e", "-o", "pipefail", "-c", text],
                 env=os.environ | environment | path | driver,
@@ -121,17 +124,17 @@ def shell(text: str, environment: dict[str, str], seconds: float) -> tuple[int, 
 
 
 def taken(step: list[Any]) -> tuple[int, str]:
-    kind, *given = step
+    kind, *arguments = step
     if kind == "cd":
         os.chdir(START)
-        os.makedirs(given[0])
-        os.chdir(given[0])
+        os.makedirs(arguments[0])
+        os.chdir(arguments[0])
     elif kind == "write":
-        for name, text in given[0].items():
+        for name, text in arguments[0].items():
             pathlib.Path(name).parent.mkdir(parents=True, exist_ok=True)
             pathlib.Path(name).write_text(text)
     else:
-        return called(given[0]) if kind == "call" else shell(*given)
+        return called(arguments[0]) if kind == "call" else shell(*arguments)
     return 0, ""
 
 

@@ -33,9 +33,9 @@ def action_step(name: str) -> dict[str, Any]:
     return next(step for step in ACTION["runs"]["steps"] if step["name"] == name)
 
 
-def of_action(name: str, given: dict[str, str]) -> tuple[str, dict[str, str]]:
+def of_action(name: str, chosen_inputs: dict[str, str]) -> tuple[str, dict[str, str]]:
     """The script of a step and its environment, with inputs as GitHub fills them in."""
-    inputs = {key: one.get("default", "") for key, one in ACTION["inputs"].items()} | given
+    inputs = {key: one.get("default", "") for key, one in ACTION["inputs"].items()} | chosen_inputs
     chosen = action_step(name)
     filled = {
         key: re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda found: inputs[found[1]], value)
@@ -51,7 +51,7 @@ def of_workflow(recipe: str, job: str, **filled: str) -> str:
     lines = ["code=0"]
     for step in steps:
         assert step.get("if", "always()") == "always()"
-        text = re.sub(r"\$\{\{ (.*?) \}\}", lambda found: filled[found[1]], step["run"])
+        text = re.sub(r"\$\{\{ (.*?) \}\}", lambda match: filled[match[1]], step["run"])
         guard = "" if "if" in step else '[ "$code" != 0 ] || '
         lines.append(f"{guard}bash -e -o pipefail -c '{text}' || code=$?")
         assert "'" not in text
@@ -66,45 +66,45 @@ def steps(wheel: Path, kernels: dict[str, str]) -> list[tuple[str, Step]]:
     """
     files = {"bin/pip": PIP, "bin/python3": PYTHON, "bin/nvidia-smi": GPU, "requirements.txt": ""}
     files |= {"my_kernels/__init__.py": "", "my_kernels/moe.py": kernels["right"], "ci/gpu.sh": _text("gpu.sh")}
-    own = {"PATH": "bin", "PACKAGE": f"{wheel}[fast]", "GITHUB_STEP_SUMMARY": "summary"}
+    settings = {"PATH": "bin", "PACKAGE": f"{wheel}[fast]", "GITHUB_STEP_SUMMARY": "summary"}
     ready = "chmod +x bin/* ci/*\n"
-    found: list[tuple[str, Step]] = [("", ["cd", "matrix"]), ("", ["write", files])]
+    listed: list[tuple[str, Step]] = [("", ["cd", "matrix"]), ("", ["write", files])]
     for number in (1, 2):
         script = of_workflow("github-actions.yml", "gate", **{"matrix.shard": f"{number}/2"})
-        kept = f"trap 'mkdir shard-{number}; mv verdict.json shard-{number}' EXIT"  # as the artifacts
-        found.append((f"github-actions.yml {number}", ["shell", f"{ready}{kept}\n{script}", own, 0]))
-    found.append(("github-actions.yml verdict", ["shell", of_workflow("github-actions.yml", "verdict"), own, 0]))
-    return [*found, *_scripts(files, own, ready), *_action(kernels)]
+        artifacts = f"trap 'mkdir shard-{number}; mv verdict.json shard-{number}' EXIT"  # as the artifacts
+        listed.append((f"github-actions.yml {number}", ["shell", f"{ready}{artifacts}\n{script}", settings, 0]))
+    listed.append(("github-actions.yml verdict", ["shell", of_workflow("github-actions.yml", "verdict"), settings, 0]))
+    return [*listed, *_scripts(files, settings, ready), *_action(kernels)]
 
 
 def _text(recipe: str) -> str:
     return (RECIPES / recipe).read_text()
 
 
-def _scripts(files: dict[str, str], own: dict[str, str], ready: str) -> list[tuple[str, Step]]:
+def _scripts(files: dict[str, str], settings: dict[str, str], ready: str) -> list[tuple[str, Step]]:
     event = "github.event_name == 'push' && 'smoke' || 'gate'"
     gpu = of_workflow("github-actions-gpu.yml", "judge", **{event: "gate"})
-    runner = {**own, "IMPL": "my_kernels.moe", "CACHE": "cache", "GITHUB_PATH": "path"}
-    found: list[tuple[str, Step]] = [
+    runner = {**settings, "IMPL": "my_kernels.moe", "CACHE": "cache", "GITHUB_PATH": "path"}
+    listed: list[tuple[str, Step]] = [
         ("", ["cd", "plain"]),
         ("", ["write", files]),
-        ("plain.sh", ["shell", ready + _text("plain.sh"), own, 0]),
+        ("plain.sh", ["shell", ready + _text("plain.sh"), settings, 0]),
     ]
     for number in (1, 2):
         task = {"SLURM_ARRAY_TASK_ID": str(number), "SLURM_ARRAY_TASK_COUNT": "2"}
-        found.append((f"slurm.sh {number}", ["shell", _text("slurm.sh"), own | task, 0]))
-    found.append(("slurm.sh verdict", ["shell", _text("slurm.sh"), own, 0]))
-    found += [("", ["cd", "gpu"]), ("", ["write", files])]
-    return [*found, ("github-actions-gpu.yml", ["shell", ready + gpu, runner, 0])]
+        listed.append((f"slurm.sh {number}", ["shell", _text("slurm.sh"), settings | task, 0]))
+    listed.append(("slurm.sh verdict", ["shell", _text("slurm.sh"), settings, 0]))
+    listed += [("", ["cd", "gpu"]), ("", ["write", files])]
+    return [*listed, ("github-actions-gpu.yml", ["shell", ready + gpu, runner, 0])]
 
 
 def _action(kernels: dict[str, str]) -> list[tuple[str, Step]]:
-    given = {"impl": "my_kernels", "arguments": "--function permute --where tokens<=9"}
+    inputs = {"impl": "my_kernels", "arguments": "--function permute --where tokens<=9"}
     files = {name: name for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")} | {"GITHUB_ACTIONS": "true"}
-    found: list[tuple[str, Step]] = []
+    listed: list[tuple[str, Step]] = []
     for name, seconds in (("right", 0), ("wrong", 0), ("slow", 1)):
-        script, filled = of_action("Judge", given)
-        found.append(("", ["cd", f"action-{name}"]))
-        found.append(("", ["write", {"my_kernels.py": kernels[name]}]))
-        found.append((f"action {name}", ["shell", script, filled | files, seconds]))
-    return found
+        script, filled = of_action("Judge", inputs)
+        listed.append(("", ["cd", f"action-{name}"]))
+        listed.append(("", ["write", {"my_kernels.py": kernels[name]}]))
+        listed.append((f"action {name}", ["shell", script, filled | files, seconds]))
+    return listed

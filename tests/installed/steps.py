@@ -21,32 +21,32 @@ def kernels() -> tuple[str, str, str]:
     """The module of the tutorial: with the mistake, corrected, and with its declaration."""
     text = TUTORIAL[TUTORIAL.index("    from moe_ref") :]
     module = re.split(r"^(?=\S| {4}\$)", text, flags=re.MULTILINE)[0]
-    wrong = re.sub(r"^ {4}", "", module, flags=re.MULTILINE).strip() + "\n"
-    mistake = wrong[wrong.index("    row_probs = None\n") : wrong.index("    counts")]
-    (right,) = re.findall(r"^ {8}(row_probs = None if .*)$", TUTORIAL, re.MULTILINE)
+    mistaken = re.sub(r"^ {4}", "", module, flags=re.MULTILINE).strip() + "\n"
+    mistake = mistaken[mistaken.index("    row_probs = None\n") : mistaken.index("    counts")]
+    (correction,) = re.findall(r"^ {8}(row_probs = None if .*)$", TUTORIAL, re.MULTILINE)
     (declaration,) = re.findall(r"^ {4}(def declares.*\n) {4}( {4}return .*\n)", TUTORIAL, re.MULTILINE)
-    corrected = wrong.replace(mistake, f"    {right}\n")
-    return wrong, corrected, f"{corrected}\n\n{''.join(declaration)}"
+    corrected = mistaken.replace(mistake, f"    {correction}\n")
+    return mistaken, corrected, f"{corrected}\n\n{''.join(declaration)}"
 
 
 def transcript() -> list[Printed]:
     """The commands of the tutorial with what they print; of gradients not the case, for it depends
     on the time that its reduction had.
     """
-    found: list[Printed] = []
+    printed: list[Printed] = []
     for line in re.findall(r"^ {4}(.*)$", TUTORIAL, re.MULTILINE):
         if line.startswith("$ moe-conformance"):
-            found.append((line.removeprefix("$ "), []))
-        elif found and re.match(r"(CONFORMANT|NOT CONFORMANT|permute|FAIL|PASS|case:)", line):
-            found[-1][1].append(line)
-    return found
+            printed.append((line.removeprefix("$ "), []))
+        elif printed and re.match(r"(CONFORMANT|NOT CONFORMANT|permute|FAIL|PASS|case:)", line):
+            printed[-1][1].append(line)
+    return printed
 
 
 def stories() -> list[tuple[str, list[Any]]]:
     """The tutorial: its files, written as its text says, and its commands."""
-    told = [command for command, _ in transcript()]
-    assert told == [MINE, REPLAY, REPLAY, MINE, MINE]
-    commands = [(f"$ {command}", ["call", command.split()]) for command in told]
+    commands_shown = [command for command, _ in transcript()]
+    assert commands_shown == [MINE, REPLAY, REPLAY, MINE, MINE]
+    commands = [(f"$ {command}", ["call", command.split()]) for command in commands_shown]
     files = [("", ["write", {"my_kernels.py": text}]) for text in kernels()]
     return [("", ["cd", "story"]), files[0], *commands[:2], files[1], *commands[2:4], files[2], commands[4]]
 
@@ -57,6 +57,6 @@ def steps(wheel: Path) -> list[tuple[str, list[Any]]]:
     for run in RUNS:
         words = f"{run.command} {run.short}".replace("examples/", f"{ROOT}/examples/").split()
         commands.append((run.command, ["call", words]))
-    wrong, _, right = kernels()
-    modules = {"right": right, "wrong": wrong, "slow": SLOW}
+    mistaken, _, declaring = kernels()
+    modules = {"right": declaring, "wrong": mistaken, "slow": SLOW}
     return [*commands, *stories(), *recipes.steps(wheel, modules)]

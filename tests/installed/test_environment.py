@@ -10,11 +10,11 @@ from conformance.engine.child.environment import same_modules
 def test_threads_that_start_children_leave_the_environment_as_it_was(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "before")
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    inside = []
+    environments = []
 
     def start() -> None:
         with same_modules():
-            inside.append(os.environ["PYTHONSAFEPATH"])
+            environments.append(os.environ["PYTHONSAFEPATH"])
             time.sleep(0.01)
 
     threads = [threading.Thread(target=start) for _ in range(4)]
@@ -22,5 +22,5 @@ def test_threads_that_start_children_leave_the_environment_as_it_was(monkeypatch
         thread.start()
     for thread in threads:
         thread.join()
-    assert inside == ["1"] * 4
+    assert environments == ["1"] * 4
     assert os.environ["PYTHONPATH"] == "before" and "PYTHONSAFEPATH" not in os.environ

@@ -24,9 +24,9 @@ def understood(command: str) -> None:
         return
     if program == "torchrun":
         words = words[words.index("conformance") + 1 :]
-    given = parser().parse_args(words)
-    if "impl" in given:
-        parsed(Options.parsed(given).where, "--where")
+    arguments = parser().parse_args(words)
+    if "impl" in arguments:
+        parsed(Options.parsed(arguments).where, "--where")
 
 
 def test_the_page_names_the_number_of_features_and_of_those_that_do_not_exist():

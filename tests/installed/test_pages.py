@@ -18,7 +18,7 @@ CODE = re.compile(r"```.*?```|^ {4}[^\n]*$|`[^`]*`", re.MULTILINE | re.DOTALL)
 
 def history_in(text: str) -> list[str]:
     """Words of history outside code."""
-    return [found[0] for found in HISTORY.finditer(CODE.sub("", text))]
+    return [match[0] for match in HISTORY.finditer(CODE.sub("", text))]
 
 
 @pytest.mark.parametrize("page", sorted(PAGES.keys() - GENERATED))

@@ -18,8 +18,8 @@ ENDS = {
 
 
 @pytest.mark.parametrize("recipe", ENDS)
-def test_a_recipe_ends_with_the_exit_code_of_the_verdict(told, recipe):
-    ((code, out),) = told[recipe]
+def test_a_recipe_ends_with_the_exit_code_of_the_verdict(results_by_step, recipe):
+    ((code, out),) = results_by_step[recipe]
     assert code == ENDS[recipe], out
     assert "CONFORMANT" in out or recipe == "action slow"
 
@@ -31,32 +31,34 @@ def test_every_recipe_is_run():
     }
 
 
-def test_the_verdict_of_shards_has_the_cases_of_both(told, place):
+def test_the_verdict_of_shards_has_the_cases_of_both(results_by_step, user_folder):
     for folder, recipe, report in (
         ("matrix", "github-actions.yml", "shard-{}/verdict.json"),
         ("plain", "slurm.sh", "shard-{}.json"),
     ):
-        counts = [json.loads((place / folder / report.format(number)).read_text())["cases"] for number in (1, 2)]
-        ((_, out),) = told[f"{recipe} verdict"]
+        counts = [json.loads((user_folder / folder / report.format(number)).read_text())["cases"] for number in (1, 2)]
+        ((_, out),) = results_by_step[f"{recipe} verdict"]
         assert all(counts) and f" {sum(counts)} cases" in out
 
 
-def summary(place: Path, name: str) -> str:
-    return (place / f"action-{name}" / "GITHUB_STEP_SUMMARY").read_text()
+def summary(user_folder: Path, name: str) -> str:
+    return (user_folder / f"action-{name}" / "GITHUB_STEP_SUMMARY").read_text()
 
 
-def test_the_action_annotates_the_failing_function_and_writes_summary_and_output(told, place):
-    ((_, out),) = told["action wrong"]
+def test_the_action_annotates_the_failing_function_and_writes_summary_and_output(results_by_step, user_folder):
+    ((_, out),) = results_by_step["action wrong"]
     assert "::error file=my_kernels.py,line=3,title=permute differs::" in out
-    assert (place / "action-wrong" / "GITHUB_OUTPUT").read_text() == "exit-code=1\n"
-    assert summary(place, "wrong").startswith("# NOT CONFORMANT") and summary(place, "right").startswith("# CONFORMANT")
-    assert {"verdict.json", "verdict.html"} <= {path.name for path in (place / "action-wrong").iterdir()}
+    assert (user_folder / "action-wrong" / "GITHUB_OUTPUT").read_text() == "exit-code=1\n"
+    assert summary(user_folder, "wrong").startswith("# NOT CONFORMANT") and summary(user_folder, "right").startswith(
+        "# CONFORMANT"
+    )
+    assert {"verdict.json", "verdict.html"} <= {path.name for path in (user_folder / "action-wrong").iterdir()}
 
 
-def test_a_cancelled_action_writes_what_was_found_so_far(told, place):
-    report = json.loads((place / "action-slow" / "verdict.json").read_text())
+def test_a_cancelled_action_writes_what_was_found_so_far(results_by_step, user_folder):
+    report = json.loads((user_folder / "action-slow" / "verdict.json").read_text())
     assert (report["verdict"], report["ended_by"]) == ("INTERRUPTED", "SIGTERM")
-    assert summary(place, "slow").startswith("# INTERRUPTED")
+    assert summary(user_folder, "slow").startswith("# INTERRUPTED")
 
 
 def test_a_step_after_a_failure_runs_only_if_it_always_does():

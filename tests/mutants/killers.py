@@ -16,8 +16,8 @@ KILLERS = Path(__file__).with_name("killers.json")
 
 def killers(report: list[dict[str, str]]) -> dict[str, str]:
     """By the name of a defect, the id of the case; without those that took several cases."""
-    alone = [result for result in report if result["case"] and result["check"] != "history"]
-    return {result["mutant"]: case_from(json.loads(result["case"])).id for result in alone}
+    by_one_case = [result for result in report if result["case"] and result["check"] != "history"]
+    return {result["mutant"]: case_from(json.loads(result["case"])).id for result in by_one_case}
 
 
 if __name__ == "__main__":

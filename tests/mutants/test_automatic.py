@@ -93,8 +93,8 @@ def home(tmp_path, monkeypatch) -> Path:
     return folder.parent
 
 
-def mutant_of(mutants: list[SourceMutant], operator: str, after: str) -> SourceMutant:
-    (chosen,) = (mutant for mutant in mutants if mutant.operator == operator and after in mutant.after)
+def mutant_of(mutants: list[SourceMutant], operator: str, changed: str) -> SourceMutant:
+    (chosen,) = (mutant for mutant in mutants if mutant.operator == operator and changed in mutant.after)
     return chosen
 
 
@@ -225,8 +225,8 @@ def test_mutants_are_imported_in_place_of_the_original_and_give_wrong_results(ho
         "dropped_store": "pass",
     }
     mutants = source_mutants(PACKAGE)
-    for operator, after in changes.items():
-        mutant = next(mutant for mutant in mutants if mutant.operator == operator and after in mutant.after)
+    for operator, changed in changes.items():
+        mutant = next(mutant for mutant in mutants if mutant.operator == operator and changed in mutant.after)
         write_copy(mutant, PACKAGE, tmp_path / operator)
     folders = [home, *(tmp_path / operator for operator in changes)]
     results = run(folders)

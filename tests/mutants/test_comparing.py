@@ -63,12 +63,12 @@ def package(tmp_path, monkeypatch):
 
 def test_all_but_kernels_and_names_given_inside_are_compared_and_lines_keep_their_places(package):
     text, names = comparing(package)
-    left = [mutant for mutant in package if mutant.name not in names]
-    assert {mutant.before for mutant in left} == {"n + 1", "(half := width // 2) > 3"}
+    not_compared = [mutant for mutant in package if mutant.name not in names]
+    assert {mutant.before for mutant in not_compared} == {"n + 1", "(half := width // 2) > 3"}
     assert len(names) == 9
     lines = {node.name: node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
-    before = {node.name: node.lineno for node in ast.walk(ast.parse(SOURCE)) if isinstance(node, ast.FunctionDef)}
-    assert lines == before and text.count("\n") == SOURCE.count("\n")
+    lines_before = {node.name: node.lineno for node in ast.walk(ast.parse(SOURCE)) if isinstance(node, ast.FunctionDef)}
+    assert lines == lines_before and text.count("\n") == SOURCE.count("\n")
 
 
 def test_a_copy_has_the_same_results_and_tells_each_change_that_differs(package, tmp_path):
@@ -86,12 +86,12 @@ def test_a_copy_has_the_same_results_and_tells_each_change_that_differs(package,
         if mutant.name in names:
             mutated: dict = {}
             exec(compile(mutant.source, "mutant", "exec"), mutated)
-            for call, (result, told) in zip(calls, results, strict=True):
+            for call, (result, names_that_differ) in zip(calls, results, strict=True):
                 if mutated["plan"](*call) != result:
-                    assert mutant.name in told, (mutant, call)
+                    assert mutant.name in names_that_differ, (mutant, call)
                     changed.add(mutant.name)
     assert len(changed) > 6
-    assert set(names) - {name for _, told in results for name in told} != set()
+    assert set(names) - {name for _, names_that_differ in results for name in names_that_differ} != set()
 
 
 def test_a_change_is_compared_by_its_truth_where_only_that_is_used():
@@ -119,6 +119,6 @@ def test_a_mutant_differs_in_the_cases_that_need_what_it_changes():
     mutants = source_mutants("moe_fast", {"moe_fast/permutation/routing_map.py"})
     differs = differing(mutants, "moe_fast", cases, 1)
     ids = {case.id for case in cases}
-    assert all(found <= ids for found in differs.values())
-    assert any(set() < found < ids for found in differs.values())
-    assert any(found == set() for found in differs.values())
+    assert all(case_ids <= ids for case_ids in differs.values())
+    assert any(set() < case_ids < ids for case_ids in differs.values())
+    assert any(case_ids == set() for case_ids in differs.values())

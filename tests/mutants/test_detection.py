@@ -47,6 +47,6 @@ def test_survivors_are_counted_and_named():
 
 
 def test_of_a_defect_in_two_reports_the_last_counts():
-    missed, found = result("N02", "a class of inputs: sizes", "survived"), result("N02", "a class of inputs: sizes")
-    assert joined([[missed, REPORT[0]], [found]]) == [found, REPORT[0]]
-    assert joined([[found], [missed]]) == [missed]
+    missed, killed = result("N02", "a class of inputs: sizes", "survived"), result("N02", "a class of inputs: sizes")
+    assert joined([[missed, REPORT[0]], [killed]]) == [killed, REPORT[0]]
+    assert joined([[killed], [missed]]) == [missed]

@@ -27,8 +27,8 @@ def test_lines_that_are_not_there_are_refused():
 
 
 def test_a_change_of_nothing_survives_and_a_defect_does_not():
-    known = json.loads(KILLERS.read_text())
+    killer_ids = json.loads(KILLERS.read_text())
     same = changed("nothing", "multihot_to_indices", "import triton\n", "import triton  # the same\n")
-    (name,) = [name for name in sorted(known) if "permute" in defects()[name].header.functions][:1]
+    (name,) = [name for name in sorted(killer_ids) if "permute" in defects()[name].header.functions][:1]
     nothing, defect = score({"nothing": same, name: defects()[name]}, jobs=2)
     assert (nothing.killed, defect.killed) == (False, True)

@@ -17,7 +17,9 @@ FOLDER = Path(str(moe_fast.__file__)).parent
 def compiled(file: Path) -> set[str]:
     """The functions in a file that Triton compiles, as "file:function"."""
     functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
-    names = [node.name for node in functions if any("jit" in ast.unparse(one) for one in node.decorator_list)]
+    names = [
+        node.name for node in functions if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    ]
     return {f"{file.relative_to(FOLDER.parent).as_posix()}:{name}" for name in names}
 
 

@@ -28,13 +28,13 @@ def copy(tmp_path, monkeypatch):
 
 
 def test_the_copy_passes_and_a_change_in_it_does_not(copy):
-    wrong = copy / "whole" / "permutation" / "rows.py"
+    changed_file = copy / "whole" / "permutation" / "rows.py"
     assert [evaluate(case, load(NAME)).status for case in CASES] == ["PASS"] * len(CASES)
     for name in [name for name in sys.modules if name.partition(".")[0] == NAME]:
         del sys.modules[name]
-    source = wrong.read_text()
+    source = changed_file.read_text()
     assert "real" in source
-    wrong.write_text(source + "\n\ndef take_rows(x, rows, back=None):\n    return x[rows.clamp(min=0)]\n")
+    changed_file.write_text(source + "\n\ndef take_rows(x, rows, back=None):\n    return x[rows.clamp(min=0)]\n")
     assert evaluate(replace(CASES[0], experts=4, capacity=7), load(NAME)).status == "FAIL"
 
 

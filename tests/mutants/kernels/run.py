@@ -26,7 +26,7 @@ KILLERS = Path(__file__).with_name("killers.json")  # by the name of a defect, t
 
 def defects() -> dict[str, Substitution]:
     """All of them, by name."""
-    return {one.header.name: one for path in sorted(FOLDER.glob("*/kernels.txt")) for one in read(path)}
+    return {defect.header.name: defect for path in sorted(FOLDER.glob("*/kernels.txt")) for defect in read(path)}
 
 
 def source_of(defect: Substitution) -> SourceMutant:
@@ -49,11 +49,11 @@ def score(chosen: Mapping[str, Substitution], jobs: int) -> list[Result]:
     passed = {
         function: passed_cases("moe_fast", 0, jobs, (function,), trace=False, one_gpu=False) for function in wanted
     }
-    known = json.loads(KILLERS.read_text())
+    killer_ids = json.loads(KILLERS.read_text())
 
     def result(defect: Substitution) -> Result:
         cases = [item for function in defect.header.functions for item in passed[function]]
-        likely = next((item.case for item in cases if item.case.id == known.get(defect.header.name)), None)
+        likely = next((item.case for item in cases if item.case.id == killer_ids.get(defect.header.name)), None)
         return attempt(_mutant(defect, likely), cases)
 
     results = []
@@ -80,8 +80,8 @@ def main() -> int:
     report = [asdict(result) for result in results]
     if options.report:
         options.report.write_text(json.dumps(report, indent=1) + "\n")
-    known = json.loads(KILLERS.read_text()) | killers(report)
-    KILLERS.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
+    killer_ids = json.loads(KILLERS.read_text()) | killers(report)
+    KILLERS.write_text(json.dumps(killer_ids, indent=0, sort_keys=True) + "\n")
     survived = sum(not result.killed for result in results)
     print(f"{len(results) - survived} of {len(results)} killed")
     return int(survived > 0)
