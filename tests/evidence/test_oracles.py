@@ -131,11 +131,11 @@ def test_functions_and_statements_are_read_out_of_a_source(tmp_path):
 
 
 def test_the_page_says_what_was_not_run_and_what_is_not_explained():
-    found = compare("sums", ZERO, ZERO + 1, case=placed)
-    known = compare("scales", ZERO, ZERO + 1, case=placed, known_causes=[Known("both may", EITHER, ZERO == 0)])
-    text = page([Result("one", "one 1", [found, known]), Result("two", "two 2", [], "the index has none")])
+    unexplained = compare("sums", ZERO, ZERO + 1, case=placed)
+    explained = compare("scales", ZERO, ZERO + 1, case=placed, known_causes=[Known("both may", EITHER, ZERO == 0)])
+    text = page([Result("one", "one 1", [unexplained, explained]), Result("two", "two 2", [], "the index has none")])
     assert "| one | one 1 | 6 | 0 | 3 | 3 |" in text and "| two | two 2 | not run |" in text
     assert "- one: not explained. Right: not decided. 3 values; smallest case (sums): at (0,)" in text
     assert "- one: both may. Right: either. 3 values" in text and "two: not run. the index has none." in text
-    (table,) = record([Result("one", "one 1", [found])])["details"]
-    assert table["rows"] == [["one", "sums", found.rule, "3", "0"]]
+    (table,) = record([Result("one", "one 1", [unexplained])])["details"]
+    assert table["rows"] == [["one", "sums", unexplained.rule, "3", "0"]]
