@@ -29,11 +29,11 @@ except ImportError as error:
     raise ImportError(f"moe_fast.integrations.megatron needs megatron-core from 0.16 on: {error}") from error
 
 
-def _offered(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """`ours`, or `theirs` and a warning if `ours` lacks an argument or refuses a value."""
-    signature = inspect.signature(ours)
+def _offered(fused: Callable[..., Any], unfused: Callable[..., Any]) -> Callable[..., Any]:
+    """`fused`, or `unfused` after a warning if the first lacks an argument or refuses a value."""
+    signature = inspect.signature(fused)
 
-    @wraps(ours)
+    @wraps(fused)
     def function(*arguments: Any, **settings: Any) -> Any:
         try:
             signature.bind(*arguments, **settings)
@@ -41,11 +41,11 @@ def _offered(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[.
             reason: Exception = lacking
         else:
             try:
-                return ours(*arguments, **settings)
+                return fused(*arguments, **settings)
             except ValueError as refusal:
                 reason = refusal
-        warn_once(f"Megatron's own code runs in the place of moe_fast's {ours.__name__}: {reason}")
-        return theirs(*arguments, **settings)
+        warn_once(f"Megatron's own code runs in the place of moe_fast's {fused.__name__}: {reason}")
+        return unfused(*arguments, **settings)
 
     return function
 
@@ -75,11 +75,11 @@ def _has_release(version: str, check_equality: bool = True) -> bool:
     return True
 
 
-def grouped_mlp_modules(provider: Any, moe_use_grouped_gemm: bool, *others: Any, **settings: Any) -> Any:
+def grouped_mlp_modules(provider: Any, moe_use_grouped_gemm: bool, *arguments: Any, **settings: Any) -> Any:
     """The spec of the experts: `GroupedExperts` in the place of SequentialMLP, if grouped products
     are asked for.
     """
-    spec = _local_experts(provider, False, *others, **settings)
+    spec = _local_experts(provider, False, *arguments, **settings)
     if not moe_use_grouped_gemm:
         return spec
     if isinstance(spec, partial):  # from 0.17 on

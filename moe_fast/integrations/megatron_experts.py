@@ -60,9 +60,9 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     computes, and one warning names the option.
     """
 
-    def __init__(self, num_local_experts: int, config: Any, submodules: Any, *others: Any, **settings: Any) -> None:
+    def __init__(self, num_local_experts: int, config: Any, submodules: Any, *arguments: Any, **settings: Any) -> None:
         submodules = replace(submodules, linear_fc1=Column, linear_fc2=Row)
-        super().__init__(num_local_experts, config, submodules, *others, **settings)
+        super().__init__(num_local_experts, config, submodules, *arguments, **settings)
         self._pack()
 
     def _apply(self, function: Callable[[Tensor], Tensor], *arguments: Any, **settings: Any) -> Any:
