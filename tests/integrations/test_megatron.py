@@ -16,12 +16,12 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from benchmarks.megatron_step import start, update
+from benchmarks.megatron_step import update
 from moe_fast.integrations import megatron as integration
 from moe_fast.integrations import megatron_experts
 from tests.common.fast import interpreted, record_reads
 
-pytestmark = interpreted
+pytestmark = [interpreted, pytest.mark.usefixtures("megatron_world")]
 HIDDEN, EXPERTS = 16, 4
 GATED = {"gated_linear_unit": True, "activation_func": functional.silu}
 CONFIGURATIONS = {
@@ -37,11 +37,6 @@ CONFIGURATIONS = {
     "that recomputes activations": GATED
     | {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    start()
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,7 @@ pytest.importorskip("megatron.core")
 from benchmarks import megatron_step as benchmark
 from tests.common.fast import interpreted
 
-pytestmark = interpreted
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    benchmark.start()
+pytestmark = [interpreted, pytest.mark.usefixtures("megatron_world")]
 
 
 @pytest.mark.parametrize("name", benchmark.MODELS)
