@@ -37,7 +37,7 @@ conform: setup
 # each child of a test imports the packages, so their bytecode is kept; a third worker runs while tests wait for children
 test: export PYTHONDONTWRITEBYTECODE =
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist worksteal tests
+	$(BIN)/python -m pytest -n 3 --dist worksteal --durations 25 tests
 
 lint: setup
 	@$(MAKE) --no-print-directory -j 2 style types laws
