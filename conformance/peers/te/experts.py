@@ -2,13 +2,16 @@
 transformer_engine.pytorch, in high precision or under a recipe.
 """
 
+import warnings
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from conformance.peers.te import padding, recipes
+from conformance.peers.te.features import TRITON_GROUPED_GEMM, switched_on
 from conformance.peers.te.part import Part, named
 from conformance.peers.te.probes import grouped_module, with_parameters
 from conformance.peers.te.trace import Unavailable
@@ -160,12 +163,26 @@ class Experts(Part):
         return weight
 
     def _splits(self, tokens_per_expert: Tensor) -> dict[str, Any]:
-        """Rows by expert, on the device where the release takes them there."""
+        """Rows by expert, on the device where the release takes them there and reads them."""
+        triton_is_wanted = switched_on(TRITON_GROUPED_GEMM)
+        if triton_is_wanted and not self.features["splits_on_device"]:
+            _warn_of_no_triton_grouped_gemm()
         if self.features["tensor_splits"]:
             self.trace.step("GroupedLinear with a tensor of splits")
             return {"m_splits": tokens_per_expert}
-        if self.features["splits_on_device"]:
+        splits = tokens_per_expert.tolist()
+        if triton_is_wanted and self.features["splits_on_device"]:
             self.trace.step("GroupedLinear with a list and a tensor of splits")
-            return {"m_splits": tokens_per_expert.tolist(), "m_splits_tensor": tokens_per_expert.int()}
+            return {"m_splits": splits, "m_splits_tensor": tokens_per_expert.int()}
         self.trace.step("GroupedLinear with a list of splits")
-        return {"m_splits": tokens_per_expert.tolist()}
+        return {"m_splits": splits}
+
+
+@cache
+def _warn_of_no_triton_grouped_gemm() -> None:
+    """Warn once per process that the variable has no effect."""
+    warnings.warn(
+        f"{TRITON_GROUPED_GEMM} is set, but GroupedLinear.forward of this Transformer Engine takes no "
+        "m_splits_tensor: the variable has no effect",
+        stacklevel=2,
+    )
