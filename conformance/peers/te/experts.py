@@ -119,11 +119,12 @@ class Experts(Part):
         """The layer's gradient for an argument of zeros; its backward is the only way to it."""
         with torch.inference_mode(False), torch.enable_grad():
             wanted = torch.zeros(shape, dtype=d_out.dtype, device=d_out.device, requires_grad=True)
-            tensors = (*arguments[:2], arguments[2].device)
-            rows, weight, device = [
-                wanted if x is None else x.clone() if x.is_inference() else x.detach() for x in tensors
-            ]
-            out = self.grouped_linear(rows, weight, (arguments[2].host, device), recipe=recipe, state=state)
+            *operands, counts = arguments
+            rows, weight, device_counts = (
+                wanted if x is None else x.clone() if x.is_inference() else x.detach()
+                for x in (*operands, counts.device)
+            )
+            out = self.grouped_linear(rows, weight, (counts.host, device_counts), recipe=recipe, state=state)
             self.trace.step("the backward")
             cotangent = d_out.clone() if d_out.is_inference() else d_out.detach()
             (gradient,) = torch.autograd.grad(out, wanted, cotangent)
