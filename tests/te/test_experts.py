@@ -25,7 +25,7 @@ SPLITS = [
     ("1.11", (), LIST),
     ("2.15", (), TENSOR),
     ("2.12", (BY_TRITON,), LIST),
-    ("rocm", (), BOTH),
+    ("rocm", (), LIST),
     ("rocm", (BY_TRITON,), f"{BOTH} [{BY_TRITON}=1]"),
     ("2.20", (BY_CUTLASS,), f"{TENSOR} [{BY_CUTLASS}=1]"),
 ]

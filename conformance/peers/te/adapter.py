@@ -105,7 +105,8 @@ class Adapter:
                     refusal = f"row_map is Transformer Engine's, which cannot do this call ({reason})"
                     raise TypeError(f"{refusal}, and ours does not read it: permute with rows like these") from None
                 self._trace.step(f"ours: {reason}")
-                return self._as_declared(function, fallback(*args, **settings), settings)
+                settings = {name: _on_device(x) for name, x in settings.items()}
+                return self._as_declared(function, fallback(*map(_on_device, args), **settings), settings)
 
         return _signed(self._traced(function, call), fallback)
 
@@ -119,6 +120,11 @@ class Adapter:
 def _read(x: Any) -> Any:
     """A tensor with its pending minus applied, which Transformer Engine does not read."""
     return x.resolve_neg() if isinstance(x, Tensor) else x
+
+
+def _on_device(x: Any) -> Any:
+    """The counts on the device of a pair (host, device), which ours does not take."""
+    return x[1] if type(x) is tuple else x
 
 
 def _signed(function: Callable[..., Any], like: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,13 +2,17 @@
 transformer_engine.pytorch, in high precision or under a recipe.
 """
 
+import warnings
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from conformance.peers.te import padding, recipes
+from conformance.peers.te.counts import Counts
+from conformance.peers.te.features import TRITON_GROUPED_GEMM, switched_on
 from conformance.peers.te.part import Part, named
 from conformance.peers.te.probes import grouped_module, with_parameters
 from conformance.peers.te.trace import Unavailable
@@ -24,6 +28,7 @@ from moe_ref.config import (
 )
 from moe_ref.config.quantization import WHOLE_BLOCKS
 
+Splits = Tensor | tuple[Tensor | None, Tensor]  # on the device, or a pair (host, device)
 PRODUCTS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 
 
@@ -63,7 +68,7 @@ class Experts(Part):
         return sums | bare | ({} if self.complete else {"unchecked": ("tokens_per_expert",)})
 
     def grouped_linear(
-        self, rows: Tensor, weight: Tensor, tokens_per_expert: Tensor, *, bias: Tensor | None = None,
+        self, rows: Tensor, weight: Tensor, tokens_per_expert: Splits, *, bias: Tensor | None = None,
         recipe: Recipe | None = None, state: LinearState | None = None,
     ) -> Tensor:  # fmt: skip
         """`moe_ref.grouped_linear` without noise: kernels draw their own. Each call makes a module.
@@ -71,56 +76,62 @@ class Experts(Part):
         With a recipe rows are padded per expert, and columns of zeros are added, up to the sides
         that FP8 GEMMs take.
         """
-        check_grouped_linear(rows, weight, tokens_per_expert, bias)
+        counts = Counts.of(tokens_per_expert)
+        check_grouped_linear(rows, weight, counts.device, bias)
         check_precision(recipe, state, None, "float32")
         used = len(rows)
         if self.complete:
-            counts = tokens_per_expert.tolist()
-            check_count_values(counts, used)
-            used = sum(counts)
+            host_counts = counts.tolist()
+            check_count_values(host_counts, used)
+            used = sum(host_counts)
             if 0 in (used, *weight.shape):
                 raise Unavailable("no row or no column")
         weight = self._wanting_gradient(weight, bias)
         if recipe is None:
-            out = self._product(rows[:used], weight, tokens_per_expert, bias)
+            out = self._product(rows[:used], weight, counts, bias)
         else:
-            out = self._under(recipe, state, rows[:used], weight, tokens_per_expert, bias)
+            out = self._under(recipe, state, rows[:used], weight, counts, bias)
         return out if used == len(rows) else torch.cat([out, out.new_zeros((len(rows) - used, out.shape[1]))])
 
     def grouped_dgrad(
-        self, d_out: Tensor, weight: Tensor, tokens_per_expert: Tensor, *, recipe: Recipe | None = None,
+        self, d_out: Tensor, weight: Tensor, tokens_per_expert: Splits, *, recipe: Recipe | None = None,
         state: LinearState | None = None,
     ) -> Tensor:  # fmt: skip
         """`moe_ref.grouped_dgrad`: the gradient of rows of zeros."""
-        check_grouped_dgrad(d_out, weight, tokens_per_expert)
-        arguments = (None, weight, tokens_per_expert)
-        return self._gradient((len(d_out), weight.shape[2]), arguments, d_out, recipe, state)
+        counts = Counts.of(tokens_per_expert)
+        check_grouped_dgrad(d_out, weight, counts.device)
+        return self._gradient((len(d_out), weight.shape[2]), (None, weight, counts), d_out, recipe, state)
 
     def grouped_wgrad(
-        self, d_out: Tensor, rows: Tensor, tokens_per_expert: Tensor, *, recipe: Recipe | None = None,
+        self, d_out: Tensor, rows: Tensor, tokens_per_expert: Splits, *, recipe: Recipe | None = None,
         state: LinearState | None = None,
     ) -> Tensor:  # fmt: skip
         """`moe_ref.grouped_wgrad` without `accumulate_into`: the gradient of weights of zeros."""
-        check_grouped_wgrad(d_out, rows, tokens_per_expert, None)
-        shape = (len(tokens_per_expert), d_out.shape[1], rows.shape[1])
-        return self._gradient(shape, (rows, None, tokens_per_expert), d_out, recipe, state)
+        counts = Counts.of(tokens_per_expert)
+        check_grouped_wgrad(d_out, rows, counts.device, None)
+        shape = (len(counts.device), d_out.shape[1], rows.shape[1])
+        return self._gradient(shape, (rows, None, counts), d_out, recipe, state)
 
     def _gradient(
-        self, shape: tuple[int, ...], arguments: tuple[Tensor | None, ...], d_out: Tensor,
+        self, shape: tuple[int, ...], arguments: tuple[Tensor | None, Tensor | None, Counts], d_out: Tensor,
         recipe: Recipe | None, state: LinearState | None,
     ) -> Tensor:  # fmt: skip
         """The layer's gradient for an argument of zeros; its backward is the only way to it."""
         with torch.inference_mode(False), torch.enable_grad():
             wanted = torch.zeros(shape, dtype=d_out.dtype, device=d_out.device, requires_grad=True)
-            operands = [wanted if x is None else x.clone() if x.is_inference() else x.detach() for x in arguments]
-            out = self.grouped_linear(*operands, recipe=recipe, state=state)
+            *operands, counts = arguments
+            rows, weight, device_counts = (
+                wanted if x is None else x.clone() if x.is_inference() else x.detach()
+                for x in (*operands, counts.device)
+            )
+            out = self.grouped_linear(rows, weight, (counts.host, device_counts), recipe=recipe, state=state)
             self.trace.step("the backward")
             cotangent = d_out.clone() if d_out.is_inference() else d_out.detach()
             (gradient,) = torch.autograd.grad(out, wanted, cotangent)
         return gradient
 
     def _under(
-        self, recipe: Recipe, state: LinearState | None, rows: Tensor, weight: Tensor, counts: Tensor,
+        self, recipe: Recipe, state: LinearState | None, rows: Tensor, weight: Tensor, counts: Counts,
         bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """The product under a recipe. A refused one is not entered: it may stay in force."""
@@ -133,11 +144,12 @@ class Experts(Part):
         is_whole = cut.num_padded == cut.num_rows
         sides = recipes.in_sides(rows if is_whole else self.pad_rows(rows, cut), 1), recipes.in_sides(weight, 1, 2)
         padded_bias = None if bias is None else recipes.in_sides(bias, 1)
-        out = self._product(*sides, cut.padded.to(counts.dtype), padded_bias, te_recipe, state)
+        padded_counts = Counts(torch.tensor(cut.host_padded), cut.padded.to(counts.device.dtype))
+        out = self._product(*sides, padded_counts, padded_bias, te_recipe, state)
         return (out if is_whole else self.unpad_rows(out, cut))[:, : weight.shape[1]]
 
     def _product(
-        self, rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None, recipe: Any = None,
+        self, rows: Tensor, weight: Tensor, counts: Counts, bias: Tensor | None, recipe: Any = None,
         state: LinearState | None = None,
     ) -> Tensor:  # fmt: skip
         """GroupedLinear with these weights."""
@@ -159,13 +171,27 @@ class Experts(Part):
             return weight.detach().requires_grad_()
         return weight
 
-    def _splits(self, tokens_per_expert: Tensor) -> dict[str, Any]:
-        """Rows by expert, on the device where the release takes them there."""
+    def _splits(self, counts: Counts) -> dict[str, Any]:
+        """Rows by expert, on the device where the release takes them there and reads them."""
+        triton_is_wanted = switched_on(TRITON_GROUPED_GEMM)
+        if triton_is_wanted and not self.features["splits_on_device"]:
+            _warn_of_no_triton_grouped_gemm()
         if self.features["tensor_splits"]:
             self.trace.step("GroupedLinear with a tensor of splits")
-            return {"m_splits": tokens_per_expert}
-        if self.features["splits_on_device"]:
+            return {"m_splits": counts.device}
+        splits = counts.tolist()
+        if triton_is_wanted and self.features["splits_on_device"]:
             self.trace.step("GroupedLinear with a list and a tensor of splits")
-            return {"m_splits": tokens_per_expert.tolist(), "m_splits_tensor": tokens_per_expert.int()}
+            return {"m_splits": splits, "m_splits_tensor": counts.device.int()}
         self.trace.step("GroupedLinear with a list of splits")
-        return {"m_splits": tokens_per_expert.tolist()}
+        return {"m_splits": splits}
+
+
+@cache
+def _warn_of_no_triton_grouped_gemm() -> None:
+    """Warn once per process that the variable has no effect."""
+    warnings.warn(
+        f"{TRITON_GROUPED_GEMM} is set, but GroupedLinear.forward of this Transformer Engine takes no "
+        "m_splits_tensor: the variable has no effect",
+        stacklevel=2,
+    )

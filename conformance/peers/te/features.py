@@ -214,9 +214,11 @@ class Gate:
     feature: str = ""  # only releases with this feature read it
 
 
+TRITON_GROUPED_GEMM = "NVTE_USE_GROUPED_GEMM_TRITON"
+FUSED_GROUPED_MLP = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
 GATES = (
     Gate(
-        "NVTE_USE_GROUPED_GEMM_TRITON",
+        TRITON_GROUPED_GEMM,
         "pytorch.GroupedLinear",
         "ROCm: Triton's grouped GEMM, without FP8",
         feature="splits_on_device",
@@ -225,8 +227,16 @@ GATES = (
     Gate(
         "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "pytorch.GroupedLinear", "2.17 to 2.18: splits stay on the device"
     ),
+    Gate(FUSED_GROUPED_MLP, "pytorch.ops.Sequential", "Blackwell: two grouped linear layers and a GLU as one kernel"),
     Gate("NVTE_RADIX_TOPK_THRESHOLD", "pytorch.router.fused_topk_with_score_function", "K from which ties go by index"),
 )
+
+
+def switched_on(variable: str) -> bool:
+    """Whether the environment variable is a number above 0, which is how Transformer Engine and
+    Megatron read theirs.
+    """
+    return int(os.environ.get(variable, "0")) > 0
 
 
 def found(te: Any, symbol: str) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from conformance.peers.te import padding
 from conformance.peers.te.activations import Gate, Operation, made, scaled
+from conformance.peers.te.counts import Counts
 from conformance.peers.te.part import Part, named
 from conformance.peers.te.probes import with_parameters
 from conformance.peers.te.trace import Unavailable
@@ -48,21 +49,22 @@ class Mlp(Part):
         return {} if self.complete else {"unchecked": ("tokens_per_expert",)}
 
     def grouped_mlp(
-        self, rows: Tensor, tokens_per_expert: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, *,
+        self, rows: Tensor, tokens_per_expert: Tensor | tuple[Tensor | None, Tensor], fc1_weight: Tensor,
+        fc2_weight: Tensor, *,
         probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
         kind: str = "swiglu", offset: float = 0.0, clamp: float | None = None, alpha: float | None = None,
         interleave: int | None = None, round_before_probs: bool = False, align: int | None = None,
     ) -> Tensor:  # fmt: skip
         """`moe_ref.grouped_mlp` without a recipe. Modules are made for the call."""
         check_kind(kind, offset, clamp, alpha, interleave)
-        biases = (fc1_bias, fc2_bias)
+        biases, counts, used = (fc1_bias, fc2_bias), Counts.of(tokens_per_expert), len(rows)
         check_grouped_mlp(
-            rows, tokens_per_expert, fc1_weight, fc2_weight, probs, *biases, interleave, kind, False, align, None
+            rows, counts.device, fc1_weight, fc2_weight, probs, *biases, interleave, kind, False, align, None
         )
-        counts, used = tokens_per_expert, len(rows)
         if self.complete:
-            check_count_values(counts.tolist(), used)
-            used = int(counts.sum())
+            host_counts = counts.tolist()
+            check_count_values(host_counts, used)
+            used = sum(host_counts)
             if 0 in (used, *fc1_weight.shape, *fc2_weight.shape):
                 raise Unavailable("no row or no column")
         scales = rows.new_ones(used) if probs is None else probs[:used]
@@ -72,13 +74,15 @@ class Mlp(Part):
         return out if used == len(rows) else torch.cat([out, out.new_zeros((len(rows) - used, out.shape[1]))])
 
     def _padded(
-        self, rows: Tensor, scales: Tensor, counts: Tensor, align: int, layers: tuple[Any, ...], weighted: bool,
+        self, rows: Tensor, scales: Tensor, counts: Counts, align: int, layers: tuple[Any, ...], weighted: bool,
         activation: Operation | None,
     ) -> Tensor:  # fmt: skip
         """The layers over rows that are padded per expert."""
+        if align == 1:
+            return self._layers(rows, scales, counts.device, layers, weighted, activation)
         cut = padding.segments_of(counts, align)
         if cut.num_padded == cut.num_rows:
-            return self._layers(rows, scales, counts, layers, weighted, activation)
+            return self._layers(rows, scales, counts.device, layers, weighted, activation)
         padded, scales = self.pad_rows(rows, cut), padding.pad(scales, cut)
         return self.unpad_rows(self._layers(padded, scales, cut.padded, layers, weighted, activation), cut)
 

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from conformance.peers.te.counts import Counts
+
 
 class Segments(NamedTuple):
     """The rows of each expert, without and with padding."""
@@ -22,7 +24,12 @@ class Segments(NamedTuple):
     @property
     def num_padded(self) -> int:
         """P: rows with padding."""
-        return sum(-(-count // self.align) * self.align for count in self.host_counts)
+        return sum(self.host_padded)
+
+    @property
+    def host_padded(self) -> list[int]:
+        """`padded` on the host."""
+        return [-(-count // self.align) * self.align for count in self.host_counts]
 
     @property
     def pad_offsets(self) -> Tensor:
@@ -33,13 +40,13 @@ class Segments(NamedTuple):
 
 def segments(routing_map: Tensor, align: int) -> Segments:
     """The segments of a routing map; the host waits for the counts once."""
-    return segments_of((routing_map != 0).sum(0), align)
+    return segments_of(Counts(None, (routing_map != 0).sum(0)), align)
 
 
-def segments_of(counts: Tensor, align: int) -> Segments:
-    """The segments of these counts; the host waits for them once."""
-    padded = torch.div(counts + align - 1, align, rounding_mode="floor") * align
-    return Segments(counts, padded, counts.tolist(), align)
+def segments_of(counts: Counts, align: int) -> Segments:
+    """The segments of these counts; the host waits once for those that it does not have."""
+    padded = torch.div(counts.device + align - 1, align, rounding_mode="floor") * align
+    return Segments(counts.device, padded, counts.tolist(), align)
 
 
 def padded_places(cut: Segments) -> Tensor:

@@ -104,7 +104,7 @@ class Quantized(Part):
         check_permute_and_quantize(
             tokens, routing_map, recipe, probs, align, None, None, role, rowwise, False, state
         )  # fmt: skip
-        cut = padding.segments_of((routing_map != 0).sum(0), align or 1)
+        cut = padding.segments(routing_map, align or 1)
         padding_rows = -len(tokens) % TOKENS[recipe.scaling]
         quantised = self._quantizer(recipe, role)(pad(tokens.detach(), (0, 0, 0, padding_rows)))
         chosen = pad(routing_map, (0, 0, 0, padding_rows))
