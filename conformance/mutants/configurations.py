@@ -14,7 +14,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.ranks import ranks_of
 from conformance.core.space import Space
-from conformance.engine.child.faults import KILLED
+from conformance.engine.child.faults import KILLED, SURVIVED
 from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.plan import KINDS, Draw, sections
 from conformance.engine.choose.profiles import PROFILES
@@ -25,6 +25,8 @@ from conformance.engine.run.pool import Pool
 from conformance.interface import UsageError
 from conformance.report.delivery import deliver
 
+SHOWN_CASES = 3  # ids of a survivor's cases that are reported
+
 
 @dataclass(frozen=True)
 class Planted:
@@ -32,6 +34,7 @@ class Planted:
 
     case: of the id that killed it first, else empty
     tries: cases in which it survived, and in which it changed nothing
+    survivals: ids of the first cases in which it survived
     """
 
     name: str
@@ -40,6 +43,7 @@ class Planted:
     options: str
     case: str
     tries: dict[str, int]
+    survivals: list[str]
 
     @property
     def killed(self) -> bool:
@@ -53,9 +57,9 @@ class Planted:
         text = f"{self.kernel} ({self.constants}; {self.options})"
         if self.killed:
             return f"killed    {text} by {self.case}"
-        return (
-            f"SURVIVED  {text}: {', '.join(f'{n} cases {result}' for result, n in self.tries.items()) or 'in no case'}"
-        )
+        counts = ", ".join(f"{n} cases {result}" for result, n in self.tries.items()) or "in no case"
+        cases = f"; it survived in {', '.join(self.survivals)}" if self.survivals else ""
+        return f"SURVIVED  {text}: {counts}{cases}"
 
 
 def plant_in_configurations(options: Options, jobs: int) -> int:
@@ -80,6 +84,7 @@ def score_configurations(options: Options, jobs: int) -> list[Planted]:
     lines: list[dict[str, Any]] = []
     killers: dict[str, str] = {}
     tries: dict[str, Counter[str]] = {}
+    survivals: dict[str, list[str]] = {}
     with Pool(replace(options.child, faults=True), jobs, options.case_seconds) as pool:
         description = pool.start()
         if description["device"] != "cuda":
@@ -90,10 +95,12 @@ def score_configurations(options: Options, jobs: int) -> list[Planted]:
                 tries.setdefault(name, Counter())[result] += 1
                 if result == KILLED:
                     killers.setdefault(name, case.id)
+                elif result == SURVIVED:
+                    survivals.setdefault(name, []).append(case.id)
     return [
         Planted(
             *(name, record["kernel"], record["constants"], record["options"]),
-            *(killers.get(name, ""), dict(tries.get(name, Counter()))),
+            *(killers.get(name, ""), dict(tries.get(name, Counter())), survivals.get(name, [])[:SHOWN_CASES]),
         )
         for name, record in configurations(lines, ("PASS",)).items()
         if record["judged"]

@@ -4,6 +4,7 @@ before, because it loads the compiler.
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -89,10 +90,34 @@ def _call(function: Callable[..., Any]) -> Callable[..., Any]:
     return nonstrict_trace(call)
 
 
+def _register_settings(kind: type) -> None:
+    """Make settings a node of torch's trees.
+
+    They are rebuilt without their check, because torch also maps arguments to values that are no
+    settings: `torch.utils.checkpoint` of torch 2.11 maps each of them to None.
+    """
+    names = [field.name for field in fields(kind)]
+
+    def flattened(settings: Any) -> tuple[list[Any], list[str]]:
+        present = [name for name in names if getattr(settings, name) is not None]
+        return [getattr(settings, name) for name in present], present
+
+    def rebuilt(values: Iterable[Any], present: list[str]) -> Any:
+        settings: Any = object.__new__(kind)
+        values_by_name = dict(zip(present, values, strict=True))
+        for name in names:
+            object.__setattr__(settings, name, values_by_name.get(name))
+        return settings
+
+    pytree.register_pytree_node(kind, flattened, rebuilt)
+
+
 pytree.register_pytree_node(Absent, lambda _: ([], None), lambda _, __: None)
 pytree.register_pytree_node(Result, lambda x: (x.variables, (x.spec, x.is_constant, x.constants)), _rebuilt)
 pytree.register_pytree_node(Refused, lambda x: ([], x.reason), _raised)
 pytree.register_pytree_node(Named, lambda x: (x.items, x.kind), lambda items, kind: kind(*items))
-for record in (*RECORDS, LayerConfig, Recipe, RouterConfig):
+for record in RECORDS:
     pytree.register_dataclass(record)
+for settings_kind in (LayerConfig, Recipe, RouterConfig):
+    _register_settings(settings_kind)
 CALLS = [_call(function) for function in PUBLIC]

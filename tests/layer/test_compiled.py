@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import moe_fast
-from moe_ref.config import LayerConfig, RouterConfig
+from moe_ref.config import LayerConfig, Recipe, RouterConfig
 from tests.common.compiled import Graph, same
 from tests.common.fast import interpreted, normal
 
@@ -45,3 +46,14 @@ def test_two_steps_of_one_graph_are_those_of_the_eager_layer(name):
         assert same(step(compiled, graph.function, x), step(eager, eager, x))
     assert graph.compilations == 1
     graph.check_operators()
+
+
+@pytest.mark.parametrize(
+    "settings", [LayerConfig(router=ROUTER), ROUTER, Recipe("mxfp8")], ids=lambda x: type(x).__name__
+)
+def test_torch_maps_settings_to_any_values_after_a_graph_has_called_a_function(settings):
+    Graph(moe_fast.gate).function(normal(3, 4), normal(2, 4))
+    mapped = pytree.tree_map(lambda _: None, settings)  # as the checkpoint of torch 2.11 maps all arguments
+    assert type(mapped) is type(settings)
+    assert mapped != settings
+    assert pytree.tree_map(lambda x: x, settings) == settings

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import moe_ref
 from conformance.catalogue import CONTRACTS
@@ -14,6 +16,7 @@ from conformance.core.space import Space
 from conformance.engine.choose.draw import drawn, scope_of, strategy
 from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
+from conformance.families.layer import laws
 from conformance.families.layer.cases import (
     LayerCase,
     config_of_layer,
@@ -223,3 +226,15 @@ def test_every_input_of_the_layer_has_strides_in_some_case_of_the_gate():
     assert unplaced(cases) == set()
     rows = scope_of("moe_layer", Space()).covering().cases
     assert unplaced(rows) and unplaced(case for case in cases if case.layout != "strided")
+
+
+def test_the_checkpoint_of_a_layer_has_no_arguments_but_tensors(monkeypatch):
+    leaves = []
+
+    def watched(function, *arguments, **options):
+        leaves.extend(pytree.tree_leaves(arguments))
+        return checkpoint(function, *arguments, **options)
+
+    monkeypatch.setattr(laws, "checkpoint", watched)
+    assert outcome_of(with_gradients(case(law="recompute")), load("moe_ref")).status == "PASS"
+    assert leaves and all(isinstance(x, Tensor) for x in leaves)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from conformance.core import universal_laws as universal
@@ -70,7 +71,12 @@ def _again(trial: Trial) -> Finding | None:
     """
 
     def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-        outputs: dict[str, Any] = checkpoint(script, implementation, arguments, use_reentrant=False)
+        def layer(tensors: dict[str, Tensor]) -> dict[str, Any]:
+            return script(implementation, arguments | tensors)
+
+        # settings are no arguments of it: it may map them to None, which their own check refuses
+        tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+        outputs: dict[str, Any] = checkpoint(layer, tensors, use_reentrant=False)
         return outputs
 
     return trial.repeats("recompute", trial.run(replace(trial.problem, script=run)))
