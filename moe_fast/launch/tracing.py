@@ -109,7 +109,11 @@ def _register_settings(kind: type) -> None:
             object.__setattr__(settings, name, values_by_name.get(name))
         return settings
 
-    pytree.register_pytree_node(kind, flattened, rebuilt)
+    def flattened_with_keys(settings: Any) -> tuple[list[Any], list[str]]:
+        values, present = flattened(settings)
+        return list(zip(map(pytree.GetAttrKey, present), values, strict=True)), present
+
+    pytree.register_pytree_node(kind, flattened, rebuilt, flatten_with_keys_fn=flattened_with_keys)
 
 
 pytree.register_pytree_node(Absent, lambda _: ([], None), lambda _, __: None)

@@ -56,4 +56,4 @@ def test_torch_maps_settings_to_any_values_after_a_graph_has_called_a_function(s
     mapped = pytree.tree_map(lambda _: None, settings)  # as the checkpoint of torch 2.11 maps all arguments
     assert type(mapped) is type(settings)
     assert mapped != settings
-    assert pytree.tree_map(lambda x: x, settings) == settings
+    assert pytree.tree_map_with_path(lambda path, x: x, settings) == settings
