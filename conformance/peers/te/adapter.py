@@ -105,7 +105,8 @@ class Adapter:
                     refusal = f"row_map is Transformer Engine's, which cannot do this call ({reason})"
                     raise TypeError(f"{refusal}, and ours does not read it: permute with rows like these") from None
                 self._trace.step(f"ours: {reason}")
-                settings = {name: _on_device(x) for name, x in settings.items()}
+                if "tokens_per_expert" in settings:
+                    settings = settings | {"tokens_per_expert": _on_device(settings["tokens_per_expert"])}
                 return self._as_declared(function, fallback(*map(_on_device, args), **settings), settings)
 
         return _signed(self._traced(function, call), fallback)
