@@ -169,11 +169,7 @@ EVERY_LARGE = [
         replace(MANY_ACTIVATED, function="glu_backward_and_quantize", grads=""),
     ),
     *(MANY_PRODUCTS, MANY_STAGES, replace(MANY_STAGES, function="sequential_mlp"), MANY_TOKENS, MANY_RANKS),
-    *(
-        MANY_NUMBERS,
-        MANY_SEGMENTS,
-        replace(MANY_SEGMENTS, function="grouped_wgrad", grads="", bias="", into="float32"),
-    ),
+    *(MANY_NUMBERS, MANY_SEGMENTS, replace(MANY_SEGMENTS, function="grouped_wgrad", grads="", bias="", into="float32")),
 ]
 
 

@@ -9,17 +9,8 @@ from conformance.engine.choose.draw import drawn, scope_of, strategy
 from conformance.engine.choose.plan import fixed_cases
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
 from conformance.families.fused.cases import PermutedQuantizationCase, QuantizedActivationCase
-from conformance.families.quantization.cases import (
-    QuantizeCase,
-)
-from tests.engine.drawn_cases import (
-    ACTIVATED_AND_QUANTIZED,
-    BACK_AND_QUANTIZED,
-    FAR,
-    FUNCTIONS,
-    NEAR,
-    covered,
-)
+from conformance.families.quantization.cases import QuantizeCase
+from tests.engine.drawn_cases import ACTIVATED_AND_QUANTIZED, BACK_AND_QUANTIZED, FAR, FUNCTIONS, NEAR, covered
 
 # ---- far cases
 

@@ -149,10 +149,7 @@ def test_the_world_shrinks():
 
 def test_a_world_that_has_no_room_is_refused_with_a_sentence():
     outcome = outcome_of("RIGHT", ShiftCase(function="shift", ranks=9))
-    assert (outcome.status, outcome.reason) == (
-        "NOT_RUN",
-        "a world of 9 ranks: there is room for 4",
-    )
+    assert (outcome.status, outcome.reason) == ("NOT_RUN", "a world of 9 ranks: there is room for 4")
 
 
 UNDER_TORCHRUN = """
