@@ -194,6 +194,6 @@ def test_a_verdict_names_the_tool_and_so_does_a_replay(tmp_path):
     conformant, failing = Book(tmp_path / "right"), Book(tmp_path / "wrong")
     conformant.all_pass()
     assert assemble(conformant.folder, options, 1.0).verdict == "CONFORMANT (under consan)"
-    failing.all_pass("permute").section("drawn-permute-0", "permute", "FAIL").failure(finding=ROWS_WRONG)
+    failing.judged("permute", "FAIL", passed=0).failure(finding=ROWS_WRONG)
     shown = "\n".join(lines(assemble(failing.folder, options, 1.0)))
     assert "--impl my_kernels.moe --sanitize consan\n" in shown
