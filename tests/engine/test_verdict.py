@@ -48,10 +48,6 @@ def test_an_error_of_the_harness_is_no_verdict_on_the_implementation(book):
     assert verdict.failures == []
 
 
-def test_an_error_of_the_harness_outweighs_a_failure(book):
-    assert book.judged("permute", "FAIL", "ERROR").verdict().exit_code == 3
-
-
 def test_a_lost_result_is_an_error(book):
     verdict = book.judged("permute", scheduled=ENOUGH + 1).verdict()
     assert verdict.exit_code == 3
@@ -152,10 +148,10 @@ def test_an_interrupted_run_is_not_conformant_even_if_every_case_has_passed(book
     assert book.verdict(is_complete=is_complete).verdict == "CONFORMANT"
 
 
-@pytest.mark.parametrize(("status", "code"), [("FAIL", 1), ("ERROR", 3)])
-def test_what_an_interrupted_run_has_found_is_said(book, status, code):
-    verdict = book.section("drawn-permute-0", "permute", "PASS", status).verdict(interrupted="SIGTERM")
-    assert verdict.exit_code == code
+@pytest.mark.parametrize("interrupted", ["", "SIGTERM"])
+@pytest.mark.parametrize(("statuses", "code"), [(("FAIL",), 1), (("ERROR",), 3), (("FAIL", "ERROR"), 3)])
+def test_an_error_of_the_harness_outweighs_a_failure_and_both_an_interruption(book, statuses, code, interrupted):
+    assert book.judged("permute", *statuses).verdict(interrupted=interrupted).exit_code == code
 
 
 @pytest.mark.parametrize(("cases", "verdict", "code"), [(ENOUGH, "CONFORMANT", 0), (2, "INTERRUPTED", 4)])
