@@ -111,13 +111,13 @@ def failed(output: str = "rows", check: str = "exact", status: str = "FAIL") -> 
     return Outcome(status, {"output": output, "check": check, "message": "", "index": ()} if status == "FAIL" else None)
 
 
-def failing_if(condition):
+def failing_if(condition, failure: Outcome | None = None):
     """An attempt that fails where the condition holds, and the list of every case attempted."""
     tried: list[Case] = []
 
     def attempt(case: Case) -> Outcome:
         tried.append(case)
-        return failed() if condition(case) else Outcome("PASS")
+        return (failure or failed()) if condition(case) else Outcome("PASS")
 
     return attempt, tried
 
