@@ -14,31 +14,15 @@ WIDE = ("wide_rows", "wide_columns")
 FAR = (*WIDE, "wide_depth")
 BATCH = 50
 DRAWS = {  # what is promised of these is rare; of others 200 reach it
-    "topk_indices": 400,
-    "topk_routing": 400,
-    "aux_loss_scores": 500,
-    "load_balancing_loss": 400,
-    "route": 500,
-    "permute": 400,
-    "unpermute": 300,
-    "sort_chunks": 500,
-    "quantize": 1200,
-    "permute_and_quantize": 1200,
-    "activation_and_quantize": 300,
-    "glu_backward_and_quantize": 300,
-    "glu": 300,
-    "grouped_dgrad": 300,
-    "shared_experts": 300,
-    "deepep_low_latency_dispatch": 500,
-    "hybridep_dispatch": 300,
-    "moe_layer": 300,
+    **dict.fromkeys(("unpermute", "activation_and_quantize", "glu_backward_and_quantize", "glu"), 300),
+    **dict.fromkeys(("grouped_dgrad", "shared_experts", "hybridep_dispatch", "moe_layer"), 300),
+    **dict.fromkeys(("topk_indices", "topk_routing", "load_balancing_loss", "permute"), 400),
+    **dict.fromkeys(("aux_loss_scores", "route", "sort_chunks", "deepep_low_latency_dispatch"), 500),
+    **dict.fromkeys(("quantize", "permute_and_quantize"), 1200),
 }
 CHOOSE = ("topk_indices", "topk_routing")
-ELEMENTWISE = ("glu", "activation")
-QUANTIZED = ("quantize",)
 BACK_AND_QUANTIZED = ("glu_backward_and_quantize", "activation_backward_and_quantize")
 ACTIVATED_AND_QUANTIZED = ("glu_and_quantize", "activation_and_quantize", *BACK_AND_QUANTIZED)
-GROUPED = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 MLPS = ("grouped_mlp", "sequential_mlp")
 PARAMETERS = (
     *("normalize_parameters", "normalize_master_parameters", "convert_experts", "shard_parameters", "expand_shard"),

@@ -8,10 +8,7 @@ from conformance.families.permutation.cases import SPREADS, indices, routed
 from conformance.families.router.cases import logits_of, map_of, padding_of
 from conformance.families.router.cases_route import LOSSES, STEPS
 from conformance.families.router.space import REAL_ROUTERS
-from tests.engine.drawn_cases import (
-    BACK_AND_QUANTIZED,
-    PARAMETERS,
-)
+from tests.engine.drawn_cases import BACK_AND_QUANTIZED, PARAMETERS
 
 
 def counts(case):

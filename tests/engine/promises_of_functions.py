@@ -1,5 +1,7 @@
 """Promises of the draws, by function."""
 
+import itertools
+
 import torch
 
 from conformance.core.space import Space
@@ -99,25 +101,17 @@ LAYERED |= {
 }
 PROJECTED = SCALED | each("scaling", "delayed")
 OF_ALL = SETTINGS | PROJECTED
-PROJECTED |= {
+EMPTY = {
     "no tokens": lambda c: not c.tokens,
-    "nothing in": lambda c: not c.hidden,
-    "nothing out": lambda c: not c.width,
+    "no input features": lambda c: not c.hidden,
+    "no width": lambda c: not c.width,
 }
-OF_ALL |= {
-    "no tokens": lambda c: not c.tokens,
-    "nothing in": lambda c: not c.hidden,
-    "nothing between": lambda c: not c.width,
-}
+PROJECTED |= EMPTY
+OF_ALL |= EMPTY
 
 QUANTIZATIONS = {
-    f"variant {variant} of {scaling}, {role}, {direction}": lambda c, kind=(scaling, variant, role, direction): (
-        (c.scaling, c.variant, c.role, c.direction) == kind
-    )
-    for scaling in RECIPES
-    for variant in range(VARIANTS)
-    for role in ROLES
-    for direction in DIRECTIONS
+    str(kind): lambda c, kind=kind: (c.scaling, c.variant, c.role, c.direction) == kind
+    for kind in itertools.product(RECIPES, range(VARIANTS), ROLES, DIRECTIONS)
 } | {
     "no splits": lambda c: not c.experts and c.tokens,
     "no rows": lambda c: not c.tokens,
@@ -136,8 +130,7 @@ QUANTIZATIONS = {
         ((x := x_of(c)) != 0).logical_and(x.abs() < torch.finfo(x.dtype).smallest_normal).any()
     ),
     "a block of zeros beside others": lambda c: (
-        c.scaling == "mxfp8"
-        and c.direction == "rowwise"
+        (c.scaling, c.direction) == ("mxfp8", "rowwise")
         and bool((expected(c, "amax") == 0).any() and expected(c, "amax").any())
     ),
     "a transform": is_transformed,
@@ -148,18 +141,12 @@ QUANTIZATIONS = {
     "more updates than are remembered": lambda c: c.steps.count("update") > 3,
 }
 
-PERMUTED_AND_QUANTIZED = (
-    {name: promise for name, promise in ROUTED.items() if not name.startswith("more than")} | SPREAD | PROBS
-)
+TOO_LARGE = ("more than", "a hidden size above")
+PERMUTED_AND_QUANTIZED = {name: x for name, x in (ROUTED | WITH_ROOM).items() if not name.startswith(TOO_LARGE)}
+PERMUTED_AND_QUANTIZED |= SPREAD | PROBS | each("unused", "rows", "probs")
 PERMUTED_AND_QUANTIZED |= {
     str(kind): lambda c, kind=kind: kind.items() <= vars(c).items()
     for kind in permuted_and_quantized_kinds(scope_of("permute_and_quantize", Space()))
-}
-PERMUTED_AND_QUANTIZED |= {
-    name: promise for name, promise in WITH_ROOM.items() if not name.startswith("a hidden size above")
-}
-PERMUTED_AND_QUANTIZED |= {
-    f"unused {unused}": lambda c, unused=unused: c.unused == unused for unused in ("rows", "probs")
 }
 IN_ONE_STEP = each("variant", 0, 1, 2)
 IN_ONE_STEP |= {
@@ -207,12 +194,7 @@ AS_CODES = each("fp8", "fp8", "powers", "least") | {
 }
 
 PROMISES = {
-    **{
-        name: IN_WORLDS
-        | OF_DISPATCHERS[DispatchCase(function=name).dispatcher]
-        | (AS_CODES if name == "hybridep_dispatch" else {})
-        for name in COLLECTIVES
-    },
+    **{name: IN_WORLDS | OF_DISPATCHERS[DispatchCase(function=name).dispatcher] for name in COLLECTIVES},
     "permute": ROUTED | SPREAD | WITH_ROOM | VALUES | PROBS | {"an overflow": lambda c: expected(c, "overflow").any()},
     "unpermute": ROUTED | SPREAD | WITH_ROOM | VALUES | PROBS,
     "sort_chunks": CHUNKED | VALUES | PROBS,
@@ -289,3 +271,4 @@ PROMISES = {
     "moe_layer": LAYER,
     **PARAMETERS,
 }
+PROMISES["hybridep_dispatch"] |= AS_CODES

@@ -3,10 +3,7 @@
 from moe_ref.config import GATED
 from tests.engine.promises import each
 
-SIZES = {
-    "one expert": lambda c: c.experts == 1,
-    "more than ten experts": lambda c: c.experts > 10,
-}
+SIZES = {"one expert": lambda c: c.experts == 1, "more than ten experts": lambda c: c.experts > 10}
 EXPERTS = SIZES | {"parameters without elements": lambda c: c.rows * c.columns == 0}
 CUTS = {
     "a member without elements": lambda c: 0 in c.sizes,

@@ -14,6 +14,15 @@ def structure(function: str, seed: int, **fields) -> list:
     return [RoutingCase(function=function, seed=seed, **fields)]
 
 
+def agenda_of(**structures: int) -> Agenda:
+    """An agenda with so many structures of each function."""
+    agenda = Agenda()
+    for function, count in structures.items():
+        for seed in range(count):
+            agenda.add(structure(function, seed))
+    return agenda
+
+
 def taken(agenda: Agenda, last: str = "", heavy: bool = True) -> list[tuple[str, int]]:
     out = []
     while work := agenda.take(heavy, last):
@@ -34,10 +43,7 @@ def test_rounds_come_in_order_and_a_process_stays_with_its_function():
 
 
 def test_the_function_with_the_most_work_left_comes_first():
-    agenda = Agenda()
-    agenda.add(structure("permute", 0))
-    for seed in range(3):
-        agenda.add(structure("unpermute", seed))
+    agenda = agenda_of(permute=1, unpermute=3)
     assert agenda.take(True)[0].function == "unpermute"
     agenda.took("permute", 100.0)
     agenda.took("unpermute", 0.1)
@@ -45,28 +51,19 @@ def test_the_function_with_the_most_work_left_comes_first():
 
 
 def test_processes_spread_over_the_functions():
-    agenda = Agenda()
-    for seed in range(6):
-        agenda.add(structure("permute", seed))
-    for seed in range(4):
-        agenda.add(structure("unpermute", seed))
+    agenda = agenda_of(permute=6, unpermute=4)
     assert agenda.take(True, "", ["permute"])[0].function == "unpermute"
     assert agenda.take(True, "", ["permute", "unpermute"])[0].function == "permute"
 
 
 def test_a_process_leaves_its_function_where_far_more_is_left_for_each():
-    agenda = Agenda()
-    for seed in range(3):
-        agenda.add(structure("permute", seed))
-    for seed in range(5):
-        agenda.add(structure("unpermute", seed))
+    agenda = agenda_of(permute=3, unpermute=5)
     assert agenda.take(True, "permute")[0].function == "permute"
     assert agenda.take(True, "permute", ["permute"] * 2)[0].function == "unpermute"
 
 
 def test_what_a_dead_process_has_left_comes_first():
-    agenda = Agenda()
-    agenda.add(structure("permute", 0))
+    agenda = agenda_of(permute=1)
     agenda.add(structure("permute", 1), first=True)
     assert taken(agenda) == [("permute", 1), ("permute", 0)]
 

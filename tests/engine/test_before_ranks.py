@@ -16,18 +16,12 @@ from conformance.engine.run.session import Session
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.families.router.cases import GateCase
 from tests.engine.reduction_helpers import LONG, failed
-from tests.engine.world_fixtures import ShiftCase, forget, register
+from tests.engine.world_fixtures import ShiftCase
 
+pytestmark = pytest.mark.usefixtures("with_shift")
 LONGER = ShiftCase(function="shift", ranks=2, rows=4)
 WRONG = ShiftCase(function="shift", ranks=2, rows=2)
 OTHERS = (replace(WRONG, rows=0), replace(WRONG, rows=1))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _known():
-    register()
-    yield
-    forget()
 
 
 @contextlib.contextmanager

@@ -16,9 +16,8 @@ from conformance.engine.choose.profiles import PROFILES
 from tests.engine.drawn_cases import BATCH, FUNCTIONS, OF_EACH_FAMILY, covered, draws, most_draws
 from tests.engine.promises_of_functions import PROMISES
 
-of_every_function = pytest.mark.parametrize(
-    "function", FUNCTIONS, scope="module"
-)  # one after another: they share draws
+# one after another: they share draws
+of_every_function = pytest.mark.parametrize("function", FUNCTIONS, scope="module")
 
 
 def unreached(promises: dict[str, Any], cases) -> dict[str, Any]:
@@ -91,19 +90,10 @@ for function in sys.argv[1:]:
 
 def test_the_cases_depend_on_neither_folder_nor_process(tmp_path):
     environment = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)}
-    printed = subprocess.run(
-        [sys.executable, "-c", DRAW_ELSEWHERE, *OF_EACH_FAMILY],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    here = [
-        cases_of(Section(kind, function), PROFILES["smoke"], Space(), 0)
-        for function in OF_EACH_FAMILY
-        for kind in ("fixed", "drawn")
-    ]
+    command = [sys.executable, "-c", DRAW_ELSEWHERE, *OF_EACH_FAMILY]
+    printed = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
+    sections = [Section(kind, function) for function in OF_EACH_FAMILY for kind in ("fixed", "drawn")]
+    here = [cases_of(section, PROFILES["smoke"], Space(), 0) for section in sections]
     assert printed.splitlines() == [" ".join(case.id for case in cases) for cases in here]
 
 

@@ -18,9 +18,8 @@ from conformance.judge.exact import bits
 from tests.engine.drawn_cases import FUNCTIONS, STEPPED, covered, draws
 from tests.engine.promises import NO_GRADIENTS
 
-of_every_function = pytest.mark.parametrize(
-    "function", FUNCTIONS, scope="module"
-)  # one after another: they share cases
+# one after another: they share cases
+of_every_function = pytest.mark.parametrize("function", FUNCTIONS, scope="module")
 
 
 def all_cases(function: str, space: Space) -> list[Case]:
@@ -75,10 +74,8 @@ def asked_for(case: Case) -> set[tuple[str, str]]:
 
 
 # every other setting: each is lacking beside some that are accepted; functions take turns in which
-HALVES = {
-    function: frozenset([*contract.optional][turn % 2 :: 2])
-    for turn, (function, contract) in enumerate(CONTRACTS.items())
-}
+OPTIONAL = {function: [*contract.optional] for function, contract in CONTRACTS.items()}
+HALVES = {name: frozenset(settings[turn % 2 :: 2]) for turn, (name, settings) in enumerate(OPTIONAL.items())}
 
 
 @of_every_function

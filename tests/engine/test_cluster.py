@@ -46,11 +46,8 @@ def test_two_workers_of_which_one_is_lost_give_the_verdict_of_one_machine(tmp_pa
     printed: list[str] = []
     spread = judge_on(options(tmp_path / "spread"), "local", printed.append)
     on_one_machine = judge(options(tmp_path / "alone"))
-    assert (
-        (tmp_path / "lost").exists()
-        and printed[0] == f"{WORKERS} shards on {WORKERS} workers"
-        and len(printed) == 1 + WORKERS
-    )
+    assert (tmp_path / "lost").exists()
+    assert printed[0] == f"{WORKERS} shards on {WORKERS} workers" and len(printed) == 1 + WORKERS
     for name in ("verdict", "exit_code", "cases", "problems"):
         assert getattr(spread, name) == getattr(on_one_machine, name), name
     assert spread.verdict == "NOT CONFORMANT"

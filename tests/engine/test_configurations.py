@@ -51,17 +51,11 @@ def test_the_same_constants_and_options_are_one_configuration(kernel):
     assert first.startswith("scale_kernel ")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"BLOCK": 128},
-        {"bias_ptr": None},
-        {"bias_ptr": (1, None)},
-        {"grid": (1,)},
-        {"compiled": SimpleNamespace(num_warps=8, num_stages=2, maxnreg=None, num_ctas=1)},
-    ],
-    ids=lambda change: next(iter(change)),
-)
+MORE_WARPS = SimpleNamespace(**vars(COMPILED) | {"num_warps": 8})
+CHANGES = ({"BLOCK": 128}, {"bias_ptr": None}, {"bias_ptr": (1, None)}, {"grid": (1,)}, {"compiled": MORE_WARPS})
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
 def test_another_constant_option_or_grid_is_another_configuration(kernel, change):
     arguments: dict[str, Any] = {"grid": (2,), "x_ptr": 1, "bias_ptr": 2, "BLOCK": 64}
     assert launch(kernel, **arguments) != launch(kernel, **arguments | change)
@@ -103,23 +97,15 @@ DESCRIBED = {
 
 
 def outcome(status: str, judged: list[str], launched: Sequence[str] = (), kind: str = "outcome") -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "status": status,
-        "configurations": judged,
-        "launched": [*launched],
-        "descriptions": DESCRIBED,
-    }
+    names = {"configurations": judged, "launched": [*launched], "descriptions": DESCRIBED}
+    return {"kind": kind, "status": status, **names}
 
 
 def test_a_configuration_is_judged_by_informative_cases_alone():
     ledger = [outcome("PASS", ["a 1"], ["a 2"]), outcome("UNINFORMATIVE", ["b 3"]), outcome("FAIL", ["a 1"])]
     judged = of_ledger(ledger, ("PASS", "FAIL"))
-    assert {name: (x["judged"], x["launched"]) for name, x in judged.items()} == {
-        "a 1": (2, 2),
-        "a 2": (0, 1),
-        "b 3": (0, 1),
-    }
+    counts = {name: (x["judged"], x["launched"]) for name, x in judged.items()}
+    assert counts == {"a 1": (2, 2), "a 2": (0, 1), "b 3": (0, 1)}
     assert unjudged(judged) == ["m.a (a 2, 1 warps)", "m.b (b 3, 1 warps)"]
     assert by_kernel(judged) == {"m.a": (2, 1, 2), "m.b": (1, 0, 0)}
 

@@ -83,11 +83,17 @@ def test_an_unknown_key_is_a_usage_error(key):
 
 
 @pytest.mark.parametrize(
-    ("key", "name"), [("omits", "rows"), ("omits", "colour"), ("unchecked", "tokenz"), ("unchecked", "rows")]
+    ("key", "names", "known"),
+    [
+        ("omits", ("rows", "colour"), "overflow, pad_offsets, probs, row_map, tokens_per_e"),
+        *(("omits", (name,), "overflow, ") for name in ("rows", "colour")),
+        *(("unchecked", (name,), ".*align, ") for name in ("tokenz", "rows")),
+    ],
 )
-def test_a_name_that_the_function_does_not_have_is_a_usage_error(key, name):
-    with pytest.raises(UsageError, match=f"kernels declares {key} = {name} for permute; it may name "):
-        declaring({key: (name,)})
+def test_a_name_that_the_function_does_not_have_is_a_usage_error(key, names, known):
+    sentence = f"kernels declares {key} = {', '.join(sorted(names))} for permute; it may name {known}"
+    with pytest.raises(UsageError, match=sentence):
+        declaring({key: names})
 
 
 def test_names_that_the_function_has_are_accepted():
@@ -141,10 +147,9 @@ def supporting(answer):
 
 
 def test_a_reason_is_text_on_one_line():
-    assert supporting(None) is None
-    assert supporting("no fp16\nkernel") == "no fp16 kernel"
+    texts = {None: None, "no fp16\nkernel": "no fp16 kernel", "\0\ud800": "\\x00\\ud800"}
+    assert {answer: supporting(answer) for answer in texts} == texts
     assert len(supporting("x" * 10**7)) < LONGEST
-    assert supporting("\0\ud800") == "\\x00\\ud800"
 
 
 @pytest.mark.parametrize("answer", [[], 0, False, True, 1.5, torch.ones(2), Unprintable(), b"no"])

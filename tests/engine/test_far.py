@@ -9,17 +9,8 @@ from conformance.engine.choose.draw import drawn, scope_of, strategy
 from conformance.engine.choose.plan import fixed_cases
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
 from conformance.families.fused.cases import PermutedQuantizationCase, QuantizedActivationCase
-from conformance.families.quantization.cases import (
-    QuantizeCase,
-)
-from tests.engine.drawn_cases import (
-    ACTIVATED_AND_QUANTIZED,
-    BACK_AND_QUANTIZED,
-    FAR,
-    FUNCTIONS,
-    NEAR,
-    covered,
-)
+from conformance.families.quantization.cases import QuantizeCase
+from tests.engine.drawn_cases import ACTIVATED_AND_QUANTIZED, BACK_AND_QUANTIZED, FAR, FUNCTIONS, NEAR, covered
 
 # ---- far cases
 
@@ -27,27 +18,14 @@ FULLEST = {  # the cases of other functions have no further inputs
     "quantize": QuantizeCase(
         function="quantize", scaling="nvfp4", role="grad_output", tokens=2, experts=2, hidden=1, grads="x"
     ),
-    **{
-        name: QuantizedActivationCase(
-            function=name,
-            tokens=3,
-            experts=2,
-            width=3,
-            probs="float32",
-            grads="" if name in BACK_AND_QUANTIZED else "h+probs",
-        )
-        for name in ACTIVATED_AND_QUANTIZED
-    },
     "permute_and_quantize": PermutedQuantizationCase(
-        function="permute_and_quantize",
-        scaling="delayed",
-        tokens=3,
-        experts=3,
-        hidden=3,
-        probs="float32",
+        function="permute_and_quantize", scaling="delayed", tokens=3, experts=3, hidden=3, probs="float32",
         grads="tokens+probs",
     ),
-}
+}  # fmt: skip
+for name in ACTIVATED_AND_QUANTIZED:
+    grads = "" if name in BACK_AND_QUANTIZED else "h+probs"
+    FULLEST[name] = QuantizedActivationCase(function=name, tokens=3, experts=2, width=3, probs="float32", grads=grads)
 
 
 def dimensions(function: str) -> dict[str, int]:
@@ -60,11 +38,9 @@ def dimensions(function: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("function", [name for name in FUNCTIONS if name not in NEAR])
 def test_every_input_and_cotangent_lies_far_in_each_of_its_dimensions(function):
-    wanted = {
-        (name, layout)
-        for name, count in dimensions(function).items()
-        for layout in FAR[name == "gate_weight" : count]  # which has one row
-    }
+    first = {"gate_weight": 1}  # it has one row
+    far = {name: FAR[first.get(name, 0) : count] for name, count in dimensions(function).items()}
+    wanted = {(name, layout) for name, layouts in far.items() for layout in layouts}
     assert {(case.layout_of, case.layout) for case in scope_of(function, Space()).far()} == wanted
 
 
@@ -86,12 +62,8 @@ def test_what_lies_far_is_there(function):
 @pytest.mark.parametrize("function", [*COLLECTIVES, "route", "shared_experts"])
 def test_a_world_with_less_room_has_all_kinds_of_cases_and_none_of_more_ranks(function, ranks, device):
     space = Space(device=device, ranks=ranks)
-    cases = [
-        *fixed_cases(function, space),
-        *scope_of(function, space).always(),
-        *scope_of(function, space).far(),
-        *drawn(strategy(function, space), 3, 6),
-    ]
+    scope, random = scope_of(function, space), drawn(strategy(function, space), 3, 6)
+    cases = [*fixed_cases(function, space), *scope.always(), *scope.far(), *random]
     asked = [ranks_of(CONTRACTS[function], case) for case in cases if not case.golden and not case.illegal]
     assert asked
     assert max(asked) <= ranks

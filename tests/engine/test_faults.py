@@ -15,30 +15,23 @@ def launched(fault: Fault, name: str, x: torch.Tensor, value: float, **constants
     fault.exit()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
-def test_the_second_half_of_what_is_written_keeps_its_contents(dtype):
-    x, fault = torch.ones(2, 4).to(dtype), Fault("a")
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *((torch.ones(2, 4).to(dtype), [[5] * 4, [1] * 4]) for dtype in DTYPES),
+        (torch.tensor([5.0, 1, 5, 1, 5, 5]), [5, 5, 5, 1, 5, 5]),  # only written elements count
+        (torch.ones(1), [1]),  # the only one
+        (torch.full((4,), 2**40), [5, 5, 0, 0]),  # a lost index is zero
+    ],
+)
+def test_the_second_half_of_what_is_written_keeps_its_contents(before, after):
+    x, fault = before.clone(), Fault("a")
     launched(fault, "a", x, 5)
-    assert x.tolist() == [[5] * 4, [1] * 4]
+    assert x.tolist() == after
     assert fault.effect
-
-
-def test_only_written_elements_count():
-    x, fault = torch.tensor([5.0, 1, 5, 1, 5, 5]), Fault("a")
-    launched(fault, "a", x, 5)
-    assert x.tolist() == [5, 5, 5, 1, 5, 5]
-
-
-def test_the_only_element_that_is_written_is_lost():
-    x, fault = torch.ones(1), Fault("a")
-    launched(fault, "a", x, 5)
-    assert x.tolist() == [1]
-
-
-def test_a_lost_index_is_zero():
-    x, fault = torch.full((4,), 2**40), Fault("a")
-    launched(fault, "a", x, 3)
-    assert x.tolist() == [3, 3, 0, 0]
 
 
 def test_tensors_that_are_parts_of_an_argument_lose_too():
@@ -49,16 +42,11 @@ def test_tensors_that_are_parts_of_an_argument_lose_too():
     assert (x.tolist(), y.tolist()) == ([1, 1], [5, 1])
 
 
-def test_another_configuration_loses_nothing():
+@pytest.mark.parametrize(("launch", "value"), [("b", 5), ("a", 1)], ids=["another configuration", "what was there"])
+def test_nothing_is_lost_of(launch, value):
     x, fault = torch.ones(4), Fault("a")
-    launched(fault, "b", x, 5)
-    assert x.tolist() == [5] * 4
-    assert not fault.effect
-
-
-def test_a_launch_that_writes_what_was_there_has_no_effect():
-    x, fault = torch.ones(4), Fault("a")
-    launched(fault, "a", x, 1)
+    launched(fault, launch, x, value)
+    assert x.tolist() == [value] * 4
     assert not fault.effect
 
 

@@ -11,10 +11,10 @@ import pytest
 from conformance.engine.child.front_end import leave_filters, look_up_once, parse_once
 
 
-def parsing_type() -> type:
-    """A type of functions of Triton that counts how often it parses."""
+def test_a_source_is_parsed_once_and_another_one_again() -> None:
+    class Function:
+        """A function of Triton, of a type that counts how often it parses."""
 
-    class Parsing:
         parsed = 0
 
         def __init__(self, source: str) -> None:
@@ -24,25 +24,13 @@ def parsing_type() -> type:
             type(self).parsed += 1
             return self.src.split()
 
-    return Parsing
-
-
-def test_a_source_is_parsed_once() -> None:
-    functions = parsing_type()
-    parse_once(functions)
-    parse_once(functions)  # as in a process that is asked again
-    first, second = functions("a b"), functions("a b")
+    parse_once(Function)
+    parse_once(Function)  # as in a process that is asked again
+    first, second = Function("a b"), Function("a b")
     assert first.parse() is first.parse() and second.parse() == ["a", "b"]
-    assert functions.parsed == 2
-
-
-def test_another_source_is_parsed_again() -> None:
-    functions = parsing_type()
-    parse_once(functions)
-    function = functions("a b")
-    function.parse()
-    function.src = "c"  # as for an automatic mutant
-    assert function.parse() == ["c"]
+    assert Function.parsed == 2
+    first.src = "c"  # as for an automatic mutant
+    assert first.parse() == ["c"]
 
 
 def test_a_type_without_trees_is_left_alone() -> None:

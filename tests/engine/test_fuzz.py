@@ -26,6 +26,7 @@ from conformance.engine.run.search import Search, Searched
 from conformance.interface import load
 from conformance.judge import Bounded, RowWise
 from conformance.judge.ratios import row_wise
+from tests.engine.reduction_helpers import failed
 
 FUNCTION = "permute"
 SCOPE = scope_of(FUNCTION, Space())
@@ -44,24 +45,18 @@ def depth(case):
     return next((level for level, gate in enumerate(GATES) if not gate(case)), len(GATES))
 
 
-def failure(**fields):
-    return Outcome("FAIL", {"output": "rows", "check": "exact", "message": "", "index": ()}, **fields)
-
-
 def nested(case):
     if depth(case) == len(GATES):
-        return failure()
+        return failed()
     return Outcome("PASS", lines=[f"launcher.py:{line}" for line in range(depth(case) + 1)])
 
 
-def pool_of(answer):
-    return SimpleNamespace(answer=answer, run=lambda cases: [(case, answer(case)) for case in cases])
-
-
-def search_with(answer, folder, seed=0):
-    options = Options("nobody", corpus=str(folder), seed=seed)
-    session = SimpleNamespace(options=options, space=Space(), choice=Choice(), pool=pool_of(answer), waivers=[])
-    return Search(session, [FUNCTION], 3600, Searched())
+def search_with(answer, folder, seed=0, function=FUNCTION, waivers=()):
+    """A search of one function in a pool that answers so."""
+    options, pool = Options("nobody", corpus=str(folder), seed=seed), SimpleNamespace(answer=answer)
+    pool.run = lambda cases: [(case, answer(case)) for case in cases]
+    session = SimpleNamespace(options=options, space=Space(), choice=Choice(), pool=pool, waivers=list(waivers))
+    return Search(session, [function], 3600, Searched())
 
 
 def rounds(search, most):
@@ -94,7 +89,7 @@ def test_the_climb_has_the_scores_and_the_lines_as_targets_and_no_other_score(tm
     rounds(search_with(lambda case: Outcome("PASS", scores=scores, lines=["a.py:1", "a.py:2"]), tmp_path), most=1)
     assert targets == {"error": 0.25, "ratio": 0.5, "lines": 2.0}
     targets.clear()
-    for outcome in (Outcome("PASS"), failure(scores=scores)):  # nothing climbs from what is found
+    for outcome in (Outcome("PASS"), replace(failed(), scores=scores)):  # nothing climbs from what is found
         rounds(search_with(lambda case, outcome=outcome: outcome, tmp_path), most=1)
         assert targets == {"lines": 0.0}
 
@@ -164,10 +159,16 @@ def test_the_ratio_of_a_contraction_is_the_largest_share_of_a_limit():
     assert honest < 1 < worse
 
 
-def test_the_lines_of_the_branch_that_a_case_takes_are_reached(tmp_path, monkeypatch):
+@pytest.fixture
+def branching(tmp_path, monkeypatch):
+    """An implementation whose `permute` takes one of two branches."""
     (tmp_path / "branching.py").write_text("def permute(x):\n    if x:\n        return 1\n    return 2\n")
     monkeypatch.syspath_prepend(tmp_path)
-    implementation, rarity = load("branching"), []
+    return load("branching")
+
+
+def test_the_lines_of_the_branch_that_a_case_takes_are_reached(branching):
+    implementation, rarity = branching, []
     for argument, function in ((1, "permute"), (0, "permute"), (1, "unknown")):
         reached = LineCoverage(implementation, function)
         with reached.recording():
@@ -178,15 +179,12 @@ def test_the_lines_of_the_branch_that_a_case_takes_are_reached(tmp_path, monkeyp
     assert rarity == [both | {"branching.py:3"}, both | {"branching.py:4"}, set()]
 
 
-def test_only_the_first_calls_of_a_function_are_traced(tmp_path, monkeypatch):
-    (tmp_path / "rarely.py").write_text("def permute(x):\n    if x:\n        return 1\n    return 2\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    implementation = load("rarely")
-    reached = LineCoverage(implementation, "permute")
+def test_only_the_first_calls_of_a_function_are_traced(branching):
+    reached = LineCoverage(branching, "permute")
     with reached.recording():
         for i in range(CALLS + 1):
-            implementation.namespace.permute(i == CALLS)
-    assert reached.lines == {"rarely.py:2", "rarely.py:4"}
+            branching.namespace.permute(i == CALLS)
+    assert reached.lines == {"branching.py:2", "branching.py:4"}
 
 
 IMPLEMENTATIONS = {

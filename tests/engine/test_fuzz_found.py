@@ -10,23 +10,15 @@ from conformance.cli import main
 from conformance.core.space import Space
 from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.draw import drawn, scope_of
-from conformance.engine.options import Options
 from conformance.engine.run import corpus
-from conformance.engine.run.choice import Choice
 from conformance.engine.run.failure import Failure
-from conformance.engine.run.search import Search, Searched
+from conformance.engine.run.search import Searched
+from tests.engine.reduction_helpers import failed, failing_if
+from tests.engine.test_fuzz import search_with
 
 CASE = scope_of("permute", Space()).case({"hidden": 3})
-WRONG = Outcome("FAIL", {"output": "rows", "check": "exact", "message": "", "index": ()})
+WRONG = failed()
 ERROR = Outcome("ERROR", reason="of the suite")
-
-
-def search_for(function, answer, folder, waivers=()):
-    options = Options("nobody", corpus=str(folder))
-    session = SimpleNamespace(
-        options=options, space=Space(), choice=Choice(), pool=SimpleNamespace(answer=answer), waivers=list(waivers)
-    )
-    return Search(session, [function], 3600, Searched())
 
 
 def failure(outcome):
@@ -61,14 +53,14 @@ def test_a_search_that_judges_nothing_is_no_success(tmp_path, monkeypatch, capsy
 def test_a_waived_failure_is_counted_and_not_reported(tmp_path):
     waiver = SimpleNamespace(covers=lambda case, outcome: case.hidden == 3)
     for waivers, failures, waived in (([waiver], 0, 1), ([], 1, 0)):
-        search = search_for("permute", lambda case: WRONG, tmp_path, waivers)
+        search = search_with(lambda case: WRONG, tmp_path, waivers=waivers)
         search.judged(CASE, search.ends)
         assert (len(search.failed), search.searched.waived) == (failures, waived)
 
 
 def test_the_live_line_has_the_rate_the_scores_and_the_new_lines(tmp_path):
     answers = iter([Outcome("PASS", scores={"error": 0.25}, lines=["a.py:1", "a.py:2"]), WRONG])
-    search = search_for("permute", lambda case: next(answers), tmp_path)
+    search = search_with(lambda case: next(answers), tmp_path)
     search.progress.function = "permute"
     search.judged(CASE, search.ends)
     search.judged(scope_of("permute", Space()).case({"hidden": 4}), search.ends)
@@ -79,20 +71,20 @@ def test_the_live_line_has_the_rate_the_scores_and_the_new_lines(tmp_path):
 
 @pytest.mark.parametrize(("function", "field"), [("route", "steps"), ("alltoall_dispatch", "journey")])
 def test_a_function_with_a_machine_is_searched_by_sequences(tmp_path, function, field):
-    search = search_for(function, lambda case: Outcome("PASS"), tmp_path)
+    search = search_with(lambda case: Outcome("PASS"), tmp_path, function=function)
     search.sequences(scope_of(function, Space()), 0, search.ends)
     assert max(len(getattr(case, field).split("+")) for case in search.outcomes) > 3
 
 
 def test_a_function_without_a_machine_has_no_sequences(tmp_path):
-    search = search_for("permute", lambda case: Outcome("PASS"), tmp_path)
+    search = search_with(lambda case: Outcome("PASS"), tmp_path)
     search.sequences(scope_of("permute", Space()), 0, search.ends)
     assert not search.outcomes
 
 
 def test_a_failing_sequence_is_found_and_the_search_goes_on(tmp_path):
-    failed = Outcome("FAIL", {"output": "3.probs", "check": "exact", "message": "", "index": ()})
-    search = search_for("route", lambda case: failed if "backward" in case.steps else Outcome("PASS"), tmp_path)
+    failing, _ = failing_if(lambda case: "backward" in case.steps, failed("3.probs"))
+    search = search_with(failing, tmp_path, function="route")
     search.sequences(scope_of("route", Space()), 0, search.ends)
     assert [key[1:] for key in search.failed] == [("#.probs", "exact", "FAIL")]
 

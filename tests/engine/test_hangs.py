@@ -116,22 +116,22 @@ class Fake:
 PASSES = Outcome("PASS")
 
 
-def test_a_case_that_passes_alone_takes_that_outcome():
-    pool = Fake(PASSES)
-    assert confirmed_hang(TWO, HANG, pool, 60.0) is PASSES
-    assert pool.ran == [TWO]
+AFTER_ONE = replace(TWO, before=(ONE,))
 
 
-def test_a_case_that_hangs_after_the_calls_before_it_is_a_hang():
-    pool = Fake(PASSES, HANG, calls_before=(ONE,))
-    assert confirmed_hang(TWO, HANG, pool, 60.0).status == "HANG"
-    assert pool.ran == [TWO, replace(TWO, before=(ONE,))]
-
-
-def test_a_case_that_passes_in_both_ways_passes_and_its_function_is_not_searched_again():
-    pool = Fake(PASSES, PASSES, PASSES, calls_before=(ONE,))
-    assert [confirmed_hang(case, HANG, pool, 60.0) for case in (TWO, TWO)] == [PASSES, PASSES]
-    assert pool.ran == [TWO, replace(TWO, before=(ONE,)), TWO]
+@pytest.mark.parametrize(
+    ("pool", "outcomes", "ran"),
+    [
+        (Fake(PASSES), [PASSES], [TWO]),
+        (Fake(PASSES, HANG, calls_before=(ONE,)), ["HANG"], [TWO, AFTER_ONE]),
+        # a function whose case passed in both ways is not searched again
+        (Fake(PASSES, PASSES, PASSES, calls_before=(ONE,)), [PASSES, PASSES], [TWO, AFTER_ONE, TWO]),
+    ],
+)
+def test_a_hang_is_confirmed_alone_or_after_the_calls_before_it(pool, outcomes, ran):
+    confirmed = [confirmed_hang(TWO, HANG, pool, 60.0) for _ in outcomes]
+    assert [x if x is PASSES else x.status for x in confirmed] == outcomes
+    assert pool.ran == ran
 
 
 def test_a_function_hangs_alone_only_once_and_hangs_come_last():
@@ -160,24 +160,15 @@ def test_a_case_that_had_no_time_to_run_alone_is_not_run():
 @pytest.mark.parametrize(
     ("name", "limit", "failures"),
     [
-        ("Slow", 3 * SLOW_SECONDS, []),
-        ("HangsOnce", 0.4, []),
-        ("HangsLater", 0.4, [("HANG", 1)]),
-        ("Sleeps", 0.4, [("HANG", 0)]),
+        *(("Slow", 3 * SLOW_SECONDS, []), ("HangsOnce", 0.4, [])),
+        *(("HangsLater", 0.4, [("HANG", 1)]), ("Sleeps", 0.4, [("HANG", 0)])),
     ],
 )
 def test_a_run_reports_the_hangs_that_are_confirmed_and_no_others(name, limit, failures, tmp_path, monkeypatch):
     """By their status, and the number of calls before the reduced case."""
     monkeypatch.chdir(tmp_path)
-    options = Options(
-        f"tests.engine.slow:{name}",
-        profile="smoke",
-        device="cpu",
-        jobs=1,
-        case_seconds=limit,
-        corpus=str(tmp_path / "corpus"),
-        function="permute",
-    )
+    where = {"profile": "smoke", "device": "cpu", "function": "permute", "corpus": str(tmp_path / "corpus")}
+    options = Options(f"tests.engine.slow:{name}", jobs=1, case_seconds=limit, **where)
     session = Session(options, tmp_path / "ledger")
     session.profile = replace(session.profile, reduce_seconds=3600)
     with contextlib.closing(session):

@@ -49,40 +49,21 @@ def clock_of(machine: Machine, *processes: int) -> CaseClock:
     return clock
 
 
-def test_a_process_with_a_tenth_of_a_core_uses_a_tenth_of_the_time(machine):
-    clock = clock_of(machine, 1)
-    machine.run(clock, 100.0, 500, p1=0.1)
-    assert clock.seconds == pytest.approx(10.0)
-
-
-def test_a_busy_loop_uses_all_of_the_time(machine):
-    clock = clock_of(machine, 1)
-    machine.run(clock, 100.0, 500, p1=1.0)
-    assert clock.seconds == pytest.approx(100.0)
-
-
-def test_a_process_that_sleeps_uses_all_of_the_time(machine):
-    clock = clock_of(machine, 1)
-    machine.run(clock, 100.0, 500, p1=None)
-    assert clock.seconds == pytest.approx(100.0)
-
-
-def test_many_threads_use_no_more_than_the_time_that_passes(machine):
-    clock = clock_of(machine, 1)
-    machine.run(clock, 100.0, 500, p1=16.0)
-    assert clock.seconds == pytest.approx(100.0)
-
-
-def test_ranks_that_wait_for_a_rank_without_a_core_use_no_time(machine):
-    clock = clock_of(machine, 1, 2)
-    machine.run(clock, 100.0, 500, p1=0.1, p2=None)
-    assert clock.seconds == pytest.approx(10.0)
-
-
-def test_what_a_parent_without_a_core_has_missed_does_not_count(machine):
-    clock = clock_of(machine, 1)
-    machine.run(clock, 100.0, 2, p1=None)
-    assert clock.seconds == pytest.approx(4 * LOOK_SECONDS)
+@pytest.mark.parametrize(
+    ("shares", "looks", "seconds"),
+    [
+        ({"p1": 0.1}, 500, 10.0),  # a tenth of a core uses a tenth of the time
+        ({"p1": 1.0}, 500, 100.0),  # a busy loop
+        ({"p1": None}, 500, 100.0),  # a process that sleeps uses all of the time
+        ({"p1": 16.0}, 500, 100.0),  # many threads use no more than the time that passes
+        ({"p1": 0.1, "p2": None}, 500, 10.0),  # a rank that waits for a rank without a core uses no time
+        ({"p1": None}, 2, 4 * LOOK_SECONDS),  # what a parent without a core has missed does not count
+    ],
+)
+def test_what_counts_of_100_seconds(machine, shares, looks, seconds):
+    clock = clock_of(machine, *(int(name[1:]) for name in shares))
+    machine.run(clock, 100.0, looks, **shares)
+    assert clock.seconds == pytest.approx(seconds)
 
 
 def test_a_limit_is_longer_on_a_slow_machine_and_the_reason_says_so(machine, monkeypatch):

@@ -63,11 +63,7 @@ def swept(request, tmp_path_factory) -> Swept:
 EXPECTED = {
     "Segfaults": ("CRASH", None, lambda case: case.experts == 3),
     "Hangs": ("HANG", None, lambda case: not routed(case).any(0).all()),
-    "WritesOutOfBounds": (
-        "FAIL",
-        ("memory", "memory"),
-        lambda case: (case.tokens, case.experts, case.hidden) == (1, 1, 1),
-    ),
+    "WritesOutOfBounds": ("FAIL", ("memory", "memory"), lambda case: case.tokens == case.experts == case.hidden == 1),
     "LeavesRowsUnwritten": ("FAIL", ("rows", "exact"), lambda case: routed(case).sum() == 3 and case.hidden == 1),
 }
 
@@ -179,15 +175,6 @@ MODULES = {
         "def permute(tokens): ...\ndef declares(function): return {'fast': True}",
         "declares 'fast' for permute; the vocabulary is",
     ),
-    "vague": ("def permute(tokens): ...\ndef declares(function): return ['fast']", "must be a dict"),
-    "forgetful": (
-        "def permute(tokens): ...\ndef declares(function): return {'omits': ('rows', 'colour')}",
-        "declares omits = colour, rows for permute; it may name overflow, pad_offsets, probs, row_map, tokens_per_e",
-    ),
-    "careless": (
-        "def permute(tokens): ...\ndef declares(function): return {'unchecked': ('tokenz',)}",
-        "declares unchecked = tokenz for permute; it may name align, ",
-    ),
 }
 
 
@@ -202,24 +189,17 @@ def test_what_cannot_be_imported_is_a_usage_error_in_one_sentence(tmp_path, name
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "device", "sentence"),
     [
-        ("a_module_that_nobody_has", "no module"),
-        ("moe_ref:permutation.nothing", "moe_ref has no 'permutation.nothing'"),
-        ("moe_ref.nothing", "no module"),
+        ("a_module_that_nobody_has", "auto", "no module"),
+        ("moe_ref:permutation.nothing", "auto", "moe_ref has no 'permutation.nothing'"),
+        ("moe_ref.nothing", "auto", "no module"),
+        ("moe_ref", "cuda", "--device cuda: torch sees no GPU"),
     ],
 )
-def test_what_is_not_there_is_a_usage_error(name, sentence):
-    with Pool(ChildOptions(name)) as pool, pytest.raises(UsageError, match=sentence):
-        pool.start()
-
-
-def test_a_gpu_that_is_not_there_is_a_usage_error(monkeypatch):
+def test_what_is_not_there_is_a_usage_error(name, device, sentence, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with (
-        Pool(ChildOptions("moe_ref", device="cuda")) as pool,
-        pytest.raises(UsageError, match="--device cuda: torch sees no GPU"),
-    ):
+    with Pool(ChildOptions(name, device=device)) as pool, pytest.raises(UsageError, match=sentence):
         pool.start()
 
 

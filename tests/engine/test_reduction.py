@@ -16,29 +16,8 @@ from conformance.families.permutation.cases import ChunksCase, IndicesCase, Rout
 from conformance.families.quantization.cases import QuantizeCase, splits_of, x_of
 from conformance.families.router.cases import GateCase, LoadCase, LogitsCase, logits_of, map_of
 from conformance.families.router.cases_route import RouteCase
-from tests.engine.reduction_helpers import (
-    LARGE,
-    LONG,
-    MANY_ACTIVATED,
-    MANY_BLOCKS,
-    MANY_CHUNKS,
-    MANY_LOADS,
-    MANY_LOGITS,
-    MANY_NUMBERS,
-    MANY_PERMUTED,
-    MANY_PRODUCTS,
-    MANY_RANKS,
-    MANY_SEGMENTS,
-    MANY_SLOTS,
-    MANY_STAGES,
-    MANY_STATES,
-    MANY_STEPS,
-    MANY_TOKENS,
-    MANY_UPDATES,
-    failed,
-    failing_if,
-    two_tokens_and_somebody_in_a_third_expert,
-)
+from tests.engine import reduction_helpers as cases
+from tests.engine.reduction_helpers import LARGE, LONG, failed, failing_if, two_tokens_and_somebody_in_a_third_expert
 
 
 def has_an_empty_segment(counts: tuple[int, ...]) -> bool:
@@ -47,90 +26,66 @@ def has_an_empty_segment(counts: tuple[int, ...]) -> bool:
 
 REDUCED = [  # a large case, when it fails, its smallest form, and the fields that the test does not fix
     (
-        LARGE,
-        two_tokens_and_somebody_in_a_third_expert,
+        LARGE, two_tokens_and_somebody_in_a_third_expert,
         RoutingCase(function="permute", tokens=2, experts=3, hidden=0),
         "routing",
         lambda case: sum(case.routing) == 0b100,  # one routed cell
     ),
     (
-        MANY_CHUNKS,
-        lambda case: any(size >= 2 for size in case.sizes[1:]) and case.hidden >= 3,
-        ChunksCase(function="sort_chunks", sizes=(0, 2), hidden=3),
-        "order",
-        None,
+        cases.MANY_CHUNKS, lambda case: any(size >= 2 for size in case.sizes[1:]) and case.hidden >= 3,
+        ChunksCase(function="sort_chunks", sizes=(0, 2), hidden=3), "order", None,
     ),
     (
-        MANY_SLOTS,
-        lambda case: bool((indices(case) >= 2).any()) and case.topk >= 2,
-        IndicesCase(function="indices_to_multihot", tokens=1, topk=2),
-        "experts slots",
+        cases.MANY_SLOTS, lambda case: bool((indices(case) >= 2).any()) and case.topk >= 2,
+        IndicesCase(function="indices_to_multihot", tokens=1, topk=2), "experts slots",
         lambda case: case.experts == max(case.slots) + 1 and min(case.slots) == -1,
     ),
     (
-        MANY_LOGITS,
-        lambda case: case.tokens > 1 and bool((logits_of(case)[:, 2:] > 1).any()),
-        LogitsCase(function="topk_routing", tokens=2, experts=3),
-        "logits",
+        cases.MANY_LOGITS, lambda case: case.tokens > 1 and bool((logits_of(case)[:, 2:] > 1).any()),
+        LogitsCase(function="topk_routing", tokens=2, experts=3), "logits",
         lambda case: sum(x != 0 for x in case.logits) == 1,
     ),
     (
-        MANY_LOADS,
-        lambda case: case.pad and len(map_of(case)) > 4,
-        LoadCase(function="drop_tokens", tokens=5, pad=True),
-        "",
-        None,
+        cases.MANY_LOADS, lambda case: case.pad and len(map_of(case)) > 4,
+        LoadCase(function="drop_tokens", tokens=5, pad=True), "", None,
     ),
     (
-        MANY_STATES,
-        lambda case: case.hidden > 4 and "weight" in case.grads,
-        GateCase(function="gate", tokens=0, hidden=5, grads="weight"),
-        "",
-        None,
+        cases.MANY_STATES, lambda case: case.hidden > 4 and "weight" in case.grads,
+        GateCase(function="gate", tokens=0, hidden=5, grads="weight"), "", None,
     ),
     (
-        MANY_NUMBERS,
-        lambda case: (
+        cases.MANY_NUMBERS, lambda case: (
             case.clamp and "probs" in case.grads and case.width > 2 and bool((hidden_of(case, case.width) == 7).any())
         ),
         ActivationCase(function="glu", tokens=1, width=3, clamp=56, values="bounds", probs="float32", grads="probs"),
-        "seed",
-        None,
+        "seed", None,
     ),
     (
-        MANY_SEGMENTS,
-        lambda case: has_an_empty_segment(counts_of(case)) and case.width > 2,
-        GroupedCase(function="grouped_linear", experts=2, hidden=0, width=3),
-        "tokens counts",
+        cases.MANY_SEGMENTS, lambda case: has_an_empty_segment(counts_of(case)) and case.width > 2,
+        GroupedCase(function="grouped_linear", experts=2, hidden=0, width=3), "tokens counts",
         lambda case: counts_of(case) in ((0, 0), (1, 0)),
     ),
     (
-        MANY_BLOCKS,
+        cases.MANY_BLOCKS,
         lambda case: case.scaling == "mxfp8" and has_an_empty_segment(splits_of(case)) and case.direction != "rowwise",
         QuantizeCase(function="quantize", scaling="mxfp8", direction="columnwise", experts=2, hidden=0),
         "tokens counts",
         lambda case: splits_of(case) in ((0, 0), (32, 0)),
     ),
     (
-        MANY_UPDATES,
-        lambda case: "reduced" in case.steps and bool(x_of(case).isnan().any()),
+        cases.MANY_UPDATES, lambda case: "reduced" in case.steps and bool(x_of(case).isnan().any()),
         QuantizeCase(function="quantize", scaling="delayed", steps="quantize+reduced", tokens=1, values="special"),
-        "hidden seed",
-        None,
+        "hidden seed", None,
     ),
     (
-        MANY_PRODUCTS,
+        cases.MANY_PRODUCTS,
         lambda case: case.scaling == "mxfp8" and has_an_empty_segment(counts_of(case)) and case.width > 1,
-        GroupedCase(function="grouped_linear", scaling="mxfp8", experts=2, hidden=0, width=2),
-        "tokens counts",
+        GroupedCase(function="grouped_linear", scaling="mxfp8", experts=2, hidden=0, width=2), "tokens counts",
         lambda case: counts_of(case) in ((0, 0), (1, 0)),
     ),
     (
-        MANY_STAGES,
-        lambda case: (
-            case.bias1 == "float32"
-            and "fc1_bias" in case.grads
-            and has_an_empty_segment(counts_of(case))
+        cases.MANY_STAGES, lambda case: (
+            case.bias1 == "float32" and "fc1_bias" in case.grads and has_an_empty_segment(counts_of(case))
             and case.width > 2
         ),
         MlpCase(function="grouped_mlp", experts=2, hidden=0, width=3, bias1="float32", grads="fc1_bias"),
@@ -138,54 +93,40 @@ REDUCED = [  # a large case, when it fails, its smallest form, and the fields th
         lambda case: counts_of(case) in ((0, 0), (1, 0)),
     ),
     (
-        MANY_TOKENS,
-        lambda case: case.gate and "gate_weight" in case.grads and case.tokens > 1,
-        SharedCase(function="shared_experts", tokens=2, hidden=0, width=0, gate=True, grads="gate_weight"),
-        "",
-        None,
+        cases.MANY_TOKENS, lambda case: case.gate and "gate_weight" in case.grads and case.tokens > 1,
+        SharedCase(function="shared_experts", tokens=2, hidden=0, width=0, gate=True, grads="gate_weight"), "", None,
     ),
     (
-        MANY_PERMUTED,
-        lambda case: (
+        cases.MANY_PERMUTED, lambda case: (
             case.scaling == "mxfp8" and case.direction != "rowwise" and two_tokens_and_somebody_in_a_third_expert(case)
         ),
         PermutedQuantizationCase(
             function="permute_and_quantize", scaling="mxfp8", direction="columnwise", tokens=2, experts=3, hidden=0
-        ),
-        "routing",
+        ), "routing",
         lambda case: routed(case).sum() == 1,
     ),
     (
-        MANY_ACTIVATED,
-        lambda case: (
-            case.scaling == "mxfp8"
-            and case.direction != "rowwise"
-            and has_an_empty_segment(splits_of(case))
+        cases.MANY_ACTIVATED, lambda case: (
+            case.scaling == "mxfp8" and case.direction != "rowwise" and has_an_empty_segment(splits_of(case))
             and case.probs
         ),
         QuantizedActivationCase(
             function="glu_and_quantize", scaling="mxfp8", direction="columnwise", experts=2, width=0, probs="float32"
-        ),
-        "tokens counts",
+        ), "tokens counts",
         lambda case: splits_of(case) in ((0, 0), (32, 0)),
     ),
     (
-        replace(MANY_RANKS, shards=1),
-        lambda case: (
+        replace(cases.MANY_RANKS, shards=1), lambda case: (
             len(case.counts) > 1 and case.counts[1] == 0 and case.shards == 1 and bool((slots_of(case) == 1).any())
         ),
-        DispatchCase(function="alltoall_dispatch", counts=(1, 0), slots=(1,)),
-        "",
-        None,
+        DispatchCase(function="alltoall_dispatch", counts=(1, 0), slots=(1,)), "", None,
     ),
     (
-        MANY_STEPS,
-        lambda case: "finish" in case.steps and "z" in case.losses,
-        RouteCase(function="route", tokens=1, losses="z"),
-        "steps",
+        cases.MANY_STEPS, lambda case: "finish" in case.steps and "z" in case.losses,
+        RouteCase(function="route", tokens=1, losses="z"), "steps",
         lambda case: len(case.steps.split("+")) == 2 and "finish" in case.steps,
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("large", "fails", "smallest", "free_axes", "holds"), REDUCED)
@@ -197,23 +138,10 @@ def test_a_case_is_reduced_to_the_known_minimum(large, fails, smallest, free_axe
     assert holds is None or holds(reduced.case)
 
 
-@pytest.mark.parametrize(
-    "needed",
-    [
-        "values",
-        "layout",
-        "align",
-        "probs",
-        "dtype",
-        "grads",
-        "poison",
-        "law",
-        "map_dtype",
-        "seed",
-        "slack",
-        "zero_probs",
-    ],
-)
+SETTINGS = "values layout align probs dtype grads poison law map_dtype seed slack zero_probs"
+
+
+@pytest.mark.parametrize("needed", SETTINGS.split())
 def test_only_the_settings_that_matter_are_kept(needed):
     default = RoutingCase.__dataclass_fields__[needed].default
     attempt, _ = failing_if(lambda case: getattr(case, needed) != default)
@@ -233,14 +161,7 @@ def test_a_crash_is_reduced_like_a_wrong_value():
 
 @pytest.mark.parametrize(
     "another_failure",
-    [
-        failed("probs"),
-        failed("rows", "shape"),
-        failed(status="CRASH"),
-        failed(status="HANG"),
-        Outcome("BLOCKED"),
-        Outcome("ERROR"),
-    ],
+    [failed("probs"), failed("rows", "shape"), *(Outcome(x) for x in ("CRASH", "HANG", "BLOCKED", "ERROR"))],
 )
 def test_what_fails_in_another_way_is_not_taken(another_failure):
     def attempt(case):

@@ -13,14 +13,8 @@ from conformance.engine.choose.plan import fixed_cases
 from conformance.engine.run import reduction
 from conformance.engine.run.reduction import failure_key, reduce
 from conformance.families.permutation.cases import ChunksCase
-from tests.engine.reduction_helpers import (
-    EVERY_LARGE,
-    LARGE,
-    LONG,
-    failed,
-    failing_if,
-    two_tokens_and_somebody_in_a_third_expert,
-)
+from tests.engine.reduction_helpers import EVERY_LARGE, LARGE, LONG, failed, failing_if
+from tests.engine.reduction_helpers import two_tokens_and_somebody_in_a_third_expert as is_needed
 
 
 def test_what_differs_only_in_its_words_is_the_same_failure():
@@ -31,22 +25,17 @@ def test_what_differs_only_in_its_words_is_the_same_failure():
     assert failure_key(LARGE, nan) != failure_key(LARGE, reworded)
 
 
-def test_nothing_smaller_that_fails_leaves_the_case_as_it_is():
-    reduced = reduce(LARGE, failed(), lambda case: Outcome("PASS"), LONG)
-    assert (reduced.case, reduced.finished) == (LARGE, True)
-
-
 def test_time_that_runs_out_leaves_the_smallest_case_so_far(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(reduction, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def attempt(case):
         now[0] += 1.0
-        return failed() if two_tokens_and_somebody_in_a_third_expert(case) else Outcome("PASS")
+        return failed() if is_needed(case) else Outcome("PASS")
 
     reduced = reduce(LARGE, failed(), attempt, seconds=4.0)
     assert (reduced.finished, reduced.attempts) == (False, 5)
-    assert two_tokens_and_somebody_in_a_third_expert(reduced.case)
+    assert is_needed(reduced.case)
 
 
 def test_no_time_leaves_the_case_as_it_is():
@@ -56,7 +45,7 @@ def test_no_time_leaves_the_case_as_it_is():
 
 
 def test_no_case_is_tried_twice():
-    attempt, tried = failing_if(two_tokens_and_somebody_in_a_third_expert)
+    attempt, tried = failing_if(is_needed)
     reduce(LARGE, failed(), attempt, LONG)
     assert len({case.text for case in tried}) == len(tried)
 
@@ -83,11 +72,8 @@ def test_only_legal_cases_are_tried(function):
 
 def work(case: Case) -> int:
     """Elements of the case, so that large ones can be left out."""
-    rows = (
-        sum(case.sizes) + case.tail
-        if isinstance(case, ChunksCase)
-        else getattr(case, "tokens", 1) * getattr(case, "experts", 1)
-    )
+    chunks = isinstance(case, ChunksCase)
+    rows = sum(case.sizes) + case.tail if chunks else getattr(case, "tokens", 1) * getattr(case, "experts", 1)
     return rows * max(getattr(case, "hidden", 1), 1)
 
 
@@ -96,8 +82,5 @@ def test_whatever_fails_a_reduction_ends(case):
     """Everything fails: the greedy walk reaches a case that nothing is simpler than."""
     reduced = reduce(case, failed(), lambda smaller: failed(), LONG)
     assert reduced.finished
-    assert [
-        smaller
-        for smaller in scope_of(case.function, Space()).smaller(reduced.case)
-        if len(smaller.text) < len(reduced.case.text)
-    ] == []
+    smaller = scope_of(case.function, Space()).smaller(reduced.case)
+    assert [simpler for simpler in smaller if len(simpler.text) < len(reduced.case.text)] == []

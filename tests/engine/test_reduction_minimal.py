@@ -16,19 +16,10 @@ from conformance.core.space import Space
 from conformance.engine.choose.draw import scope_of
 from conformance.engine.run.reduction import reduce
 from conformance.families.permutation.cases import RoutingCase
-from tests.engine.reduction_helpers import (
-    LARGE,
-    LONG,
-    MANY_ACTIVATED,
-    MANY_LOADS,
-    MANY_LOGITS,
-    MANY_PRODUCTS,
-    MANY_STATES,
-    failed,
-    failing_if,
-)
+from tests.engine import reduction_helpers as large
+from tests.engine.reduction_helpers import LARGE, LONG, failed, failing_if
 
-CASES = (LARGE, MANY_LOGITS, MANY_LOADS, MANY_STATES, MANY_ACTIVATED, MANY_PRODUCTS)
+CASES = (*(LARGE, large.MANY_LOGITS, large.MANY_LOADS, large.MANY_STATES, large.MANY_ACTIVATED, large.MANY_PRODUCTS),)
 FIXED = ("function", "seed", "law", "golden", "illegal", "poison")  # of no size
 
 

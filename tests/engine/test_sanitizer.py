@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -36,13 +37,13 @@ ASSERTED = "copies.py:7: unknown: block: [0,0,0], thread: [1,0,0] Assertion `Buf
 LOST = "the device was lost: CUDA error"
 
 
-def test_a_report_is_what_happened_where_and_how_far_outside():
-    assert sentence_of(OUTSIDE) == f"{FOUND}, 1 bytes after the nearest allocation of size 512 bytes"
+NO_ERROR = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+FAR_OUTSIDE = f"{FOUND}, 1 bytes after the nearest allocation of size 512 bytes"
 
 
-@pytest.mark.parametrize("log", ["", "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"])
-def test_a_log_without_a_report_says_nothing(log):
-    assert sentence_of(log) == ""
+@pytest.mark.parametrize(("log", "sentence"), [(OUTSIDE, FAR_OUTSIDE), ("", ""), (NO_ERROR, "")])
+def test_a_report_is_what_happened_where_and_how_far_outside(log, sentence):
+    assert sentence_of(log) == sentence
 
 
 @pytest.fixture
@@ -81,19 +82,15 @@ def test_without_memcheck_a_crash_is_what_it_was():
 
 
 def test_a_report_of_consan_explains_why_the_device_was_lost(tmp_path):
-    log = tmp_path / "child.log"
-    log.write_text("")
+    log, crash = tmp_path / "child.log", Outcome("CRASH", reason=LOST)
     tool = Sanitizer("consan", str(log))
+    assert tool.judged(crash) == crash  # there is no report
+    log.write_text("")
     assert tool.judged(Outcome("PASS")) == Outcome("PASS")
     log.write_text(ASSERTED)
     lost = tool.judged(Outcome("CRASH", reason=LOST))
     assert (lost.status, lost.finding["check"], lost.reason) == ("CRASH", "consan", LOST)
     assert lost.finding["message"] == "Buffer has outstanding writes."
-
-
-def test_a_device_that_is_lost_without_a_report_stays_a_crash(tmp_path):
-    lost = Outcome("CRASH", reason=LOST)
-    assert Sanitizer("consan", str(tmp_path / "none.log")).judged(lost) == Outcome("CRASH", reason=LOST)
 
 
 @pytest.mark.parametrize("tool", ["consan", "fpsan"])
@@ -104,22 +101,17 @@ def test_without_a_gpu_it_is_refused(tool):
 
 
 @pytest.mark.parametrize(
-    ("triton", "sentence"),
+    ("triton", "refused"),
     [
-        (None, "is Triton's, and the implementation has not imported it"),
-        ("3.6.0", "needs Triton 3.8 or newer; here is 3.6.0"),
+        (None, pytest.raises(UsageError, match="is Triton's, and the implementation has not imported it")),
+        ("3.6.0", pytest.raises(UsageError, match=r"needs Triton 3.8 or newer; here is 3.6.0")),
+        *((version, nullcontext()) for version in ("3.8.0", "3.9.0+git1", "4.0.0")),
     ],
 )
-def test_without_the_right_triton_it_is_refused(triton, sentence, monkeypatch):
+def test_it_is_refused_without_the_right_triton(triton, refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", triton and SimpleNamespace(__version__=triton))
-    with pytest.raises(UsageError, match=sentence):
+    with refused:
         Sanitizer("consan", "").check("cuda")
-
-
-@pytest.mark.parametrize("triton", ["3.8.0", "3.9.0+git1", "4.0.0"])
-def test_a_newer_triton_has_it(triton, monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
-    Sanitizer("fpsan", "").check("cuda")
 
 
 def test_memcheck_is_refused_where_the_process_does_not_run_under_it(monkeypatch):
@@ -194,6 +186,6 @@ def test_a_verdict_names_the_tool_and_so_does_a_replay(tmp_path):
     conformant, failing = Book(tmp_path / "right"), Book(tmp_path / "wrong")
     conformant.all_pass()
     assert assemble(conformant.folder, options, 1.0).verdict == "CONFORMANT (under consan)"
-    failing.all_pass("permute").section("drawn-permute-0", "permute", "FAIL").failure(finding=ROWS_WRONG)
+    failing.judged("permute", "FAIL", passed=0).failure(finding=ROWS_WRONG)
     shown = "\n".join(lines(assemble(failing.folder, options, 1.0)))
     assert "--impl my_kernels.moe --sanitize consan\n" in shown

@@ -23,16 +23,10 @@ from conformance.interface import Implementation
 from conformance.report import terminal
 from conformance.report.files import markdown
 from tests.engine.verdict_helpers import Book
-from tests.engine.world_fixtures import ShiftCase, forget, register
+from tests.engine.world_fixtures import ShiftCase
 
+pytestmark = pytest.mark.usefixtures("with_shift")
 THREE_GPUS = {"device": "cuda", "ranks": 3, "shared_ranks": 4, "functions": {}}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _known() -> Iterator[None]:
-    register()
-    yield
-    forget()
 
 
 # ---- what a rank says of its world
@@ -82,10 +76,7 @@ def test_outcomes_of_several_ranks_name_the_transport_and_others_do_not():
     ]
     with Pool(ChildOptions("tests.engine.world_fixtures:RIGHT", "cpu")) as pool:
         outcomes = [outcome for _, outcome in pool.run(cases[:2])]
-    assert [(outcome.status, outcome.transport) for outcome in outcomes] == [
-        ("PASS", "gloo between CPUs"),
-        ("PASS", ""),
-    ]
+    assert [(x.status, x.transport) for x in outcomes] == [("PASS", "gloo between CPUs"), ("PASS", "")]
     with Pool(ChildOptions("moe_fast.dispatch.symmetric", "cpu")) as pool:
         ((_, outcome),) = pool.run(cases[2:])
     assert (outcome.status, outcome.transport) == ("PASS", "mapped file between CPUs")

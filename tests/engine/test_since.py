@@ -21,6 +21,7 @@ from tests.engine.footprint_kit import write as write_kit
 from tests.engine.verdict_helpers import ENOUGH, Book
 
 NOW = Footprints({"the suite": "s"}, {"gate": {"kit.gating": "a", "kit.registry": "b"}, "jitter": {"kit.noise": "c"}})
+BOTH = ("gate", "jitter")
 DESCRIPTION = {"device_name": "CPU", "ranks": 4, "versions": {"torch": "2.0"}}
 
 
@@ -37,67 +38,48 @@ def with_part(name: str, label: str, digest: str) -> Footprints:
 # ---- what is judged
 
 
-def test_nothing_changed_and_nothing_is_judged():
-    since = since_report(NOW, report_of(NOW), "a.json")
-    assert since.unchanged == report_of(NOW)["functions"]
-    assert since.reasons == {}
+UNJUDGED = report_of(NOW)
+UNJUDGED["functions"]["gate"] = {"status": UNCHANGED, "earlier": {}}  # a revision alone says that it is unchanged
+WITHOUT = [None, {}, {"parts": ["a b"]}, {"parts": 3, "functions": {}, "conditions": {}}]
 
 
-def test_a_function_with_another_part_is_judged():
-    since = since_report(with_part("gate", "kit.registry", "other"), report_of(NOW), "a.json")
-    assert since.reasons == {"gate": "changed kit.registry"}
-    assert set(since.unchanged) == {"jitter"}
-
-
-def test_a_function_that_lost_a_part_is_judged():
-    since = since_report(NOW, report_of(with_part("gate", "kit.plain", "d")), "a.json")
-    assert since.reasons == {"gate": "changed kit.plain"}
-
-
-def test_a_function_that_was_not_conformant_is_judged():
-    since = since_report(NOW, report_of(NOW, gate="differs"), "a.json")
-    assert since.reasons == {"gate": "differs in a.json"}
-
-
-def test_a_function_that_the_report_lacks_is_judged():
-    report = report_of(Footprints(NOW.conditions, {"gate": NOW.functions["gate"]}))
-    assert since_report(NOW, report, "a.json").reasons == {"jitter": "new"}
-
-
-def test_everything_is_judged_with_another_suite():
-    report = report_of(replace(NOW, conditions={"the suite": "other"}))
-    assert since_report(NOW, report, "a.json").reasons == dict.fromkeys(NOW.functions, "changed the suite")
-
-
-@pytest.mark.parametrize("footprints", [None, {}, {"parts": ["a b"]}, {"parts": 3, "functions": {}, "conditions": {}}])
-def test_everything_is_judged_if_the_report_has_no_footprints(footprints):
-    report = report_of(NOW) | {"footprints": footprints}
-    assert since_report(NOW, report, "a.json").reasons == dict.fromkeys(NOW.functions, "a.json has no footprints")
+@pytest.mark.parametrize(
+    ("now", "report", "reasons"),
+    [
+        (NOW, report_of(NOW), {}),
+        (with_part("gate", "kit.registry", "other"), report_of(NOW), {"gate": "changed kit.registry"}),
+        (NOW, report_of(with_part("gate", "kit.plain", "d")), {"gate": "changed kit.plain"}),
+        (NOW, report_of(NOW, gate="differs"), {"gate": "differs in a.json"}),
+        (NOW, report_of(Footprints(NOW.conditions, {"gate": NOW.functions["gate"]})), {"jitter": "new"}),
+        (NOW, report_of(replace(NOW, conditions={"the suite": "other"})), dict.fromkeys(BOTH, "changed the suite")),
+        *((NOW, report_of(NOW) | {"footprints": x}, dict.fromkeys(BOTH, "a.json has no footprints")) for x in WITHOUT),
+        (NOW, UNJUDGED, {"gate": "not judged in a.json"}),
+    ],
+)
+def test_a_function_is_judged_where_its_result_may_be_another(now, report, reasons):
+    since = since_report(now, report, "a.json")
+    assert since.reasons == reasons
+    assert since.unchanged == {name: x for name, x in report["functions"].items() if name not in reasons}
 
 
 def test_a_revision_says_nothing_about_results():
     assert since_revision(NOW, NOW, "HEAD").unchanged == {"gate": {}, "jitter": {}}
 
 
-def test_a_result_that_only_a_revision_vouches_for_is_no_result():
-    report = report_of(NOW)
-    report["functions"]["gate"] = {"status": UNCHANGED, "earlier": {}}
-    assert since_report(NOW, report, "b.json").reasons == {"gate": "not judged in b.json"}
-
-
 @pytest.mark.parametrize(
-    "options", [{"profile": "gate"}, {"seed": 1}, {"case_seconds": 9.0}, {"implementation": "other"}]
+    ("options", "device", "reason"),
+    [
+        *(({name: x}, "CPU", "") for name, x in (("profile", "gate"), ("seed", 1), ("case_seconds", 9.0))),
+        ({"implementation": "other"}, "CPU", ""),
+        ({}, "H200", "changed the device"),
+    ],
 )
-def test_other_options_change_every_function(options):
+def test_other_options_and_another_device_change_every_function(options, device, reason):
     defaults = Options("kit", profile="smoke")
-    earlier, now = (under(NOW, x, DESCRIPTION, [], []) for x in (defaults, replace(defaults, **options)))
-    assert set(since_report(now, report_of(earlier), "a.json").reasons) == set(NOW.functions)
-
-
-def test_another_device_changes_every_function():
-    options = Options("kit", profile="smoke")
-    earlier, now = (under(NOW, options, DESCRIPTION | {"device_name": name}, [], []) for name in ("CPU", "H200"))
-    assert since_report(now, report_of(earlier), "a.json").reasons["gate"] == "changed the device"
+    earlier = under(NOW, defaults, DESCRIPTION, [], [])
+    now = under(NOW, replace(defaults, **options), DESCRIPTION | {"device_name": device}, [], [])
+    reasons = since_report(now, report_of(earlier), "a.json").reasons
+    assert set(reasons) == set(BOTH) and reason in reasons["gate"]
 
 
 # ---- the verdict
@@ -112,12 +94,9 @@ def verdict_of(folder: Path) -> Verdict:
 def test_an_unchanged_function_is_not_tested_too_little(tmp_path):
     verdict = verdict_of(tmp_path)
     assert (verdict.exit_code, verdict.verdict, verdict.problems) == (0, "CONFORMANT", [])
+    assert Book(tmp_path / "without").all_pass("permute").verdict().exit_code == 4
     assert verdict.functions["permute"].status == UNCHANGED
     assert verdict.functions["permute"].earlier == {"status": "conformant", "cases": 7}
-
-
-def test_the_same_function_without_since_is_tested_too_little(tmp_path):
-    assert Book(tmp_path).all_pass("permute").verdict().exit_code == 4
 
 
 def test_reports_name_what_was_judged_and_why(tmp_path):
@@ -141,9 +120,8 @@ def test_a_run_that_was_interrupted_keeps_no_footprints(tmp_path):
 def test_an_unchanged_function_is_no_regression_before_and_after(tmp_path):
     first = Book(tmp_path / "first").all_pass().verdict().record()
     unchanged = {"permute": first["functions"]["permute"]}
-    second = (
-        Book(tmp_path / "second").all_pass("permute").verdict(since=Since(NOW, "a.json", unchanged), baseline=first)
-    )
+    since = Since(NOW, "a.json", unchanged)
+    second = Book(tmp_path / "second").all_pass("permute").verdict(since=since, baseline=first)
     third = Book(tmp_path / "third").all_pass().verdict(baseline=second.record())
     assert (second.exit_code, third.exit_code) == (0, 0)
 

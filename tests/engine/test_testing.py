@@ -67,10 +67,6 @@ def test_the_body_of_the_test_gets_the_case():
     assert {case.dtype for case in cases} == {"bfloat16"}
 
 
-def few(tokens: torch.Tensor, routing_map: torch.Tensor) -> Any:
-    return moe_ref.permute(tokens, routing_map)
-
-
 def test_only_what_is_accepted_and_supported_is_asked_for():
     reasons = []
 
@@ -78,15 +74,17 @@ def test_only_what_is_accepted_and_supported_is_asked_for():
         reasons.append("too many tokens" if len(arguments["tokens"]) > 4 else None)
         return reasons[-1]
 
+    few = SimpleNamespace(permute=lambda tokens, routing_map: moe_ref.permute(tokens, routing_map), supports=supports)
+
     @QUIET
-    @conforms("permute", SimpleNamespace(permute=few, supports=supports))
+    @conforms("permute", few)
     def test(case: Any) -> None:
         assert case.align == 0 and not case.probs
 
     test()
     assert {*reasons} == {None, "too many tokens"}
     with pytest.raises(unittest.SkipTest, match="too many tokens"):
-        assert_conforms(SimpleNamespace(permute=few, supports=supports), "permute", {"tokens": 9})
+        assert_conforms(few, "permute", {"tokens": 9})
 
 
 @pytest.mark.parametrize(
@@ -121,20 +119,15 @@ def test_logits_are_exact_steps(logits):
 
 
 def test_logits_have_ties_and_differences():
-    distinct = {len({*map(float, settings.flatten())}) for settings in _examples(strategies.logits(4, 4))}
-    assert min(distinct) < 16 and max(distinct) > 1
-
-
-def _examples(strategy: st.SearchStrategy[Any]) -> list[Any]:
-    values: list[Any] = []
+    distinct: set[int] = set()
 
     @QUIET
-    @given(strategy)
-    def collect(value: Any) -> None:
-        values.append(value)
+    @given(strategies.logits(4, 4))
+    def collect(logits: torch.Tensor) -> None:
+        distinct.add(len({*map(float, logits.flatten())}))
 
     collect()
-    return values
+    assert min(distinct) < 16 and max(distinct) > 1
 
 
 def test_the_examples_of_the_document_run():

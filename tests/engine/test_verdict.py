@@ -22,13 +22,13 @@ def test_all_passing_is_conformant(book):
 
 @pytest.mark.parametrize("status", ["FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED"])
 def test_one_wrong_case_among_many_is_not_conformant(book, status):
-    verdict = book.all_pass("unpermute").section("drawn-unpermute-0", "unpermute", *["PASS"] * ENOUGH, status).verdict()
+    verdict = book.judged("unpermute", status).verdict()
     assert (verdict.exit_code, verdict.verdict) == (1, "NOT CONFORMANT")
     assert verdict.functions["unpermute"].status == ("blocked" if status == "BLOCKED" else "differs")
 
 
 def test_a_blocked_function_says_in_how_many_cases_and_does_not_differ(book):
-    verdict = book.all_pass("unpermute").section("drawn-unpermute-0", "unpermute", "PASS", "BLOCKED").verdict()
+    verdict = book.judged("unpermute", "BLOCKED", passed=1).verdict()
     printed = lines(verdict)
     (line,) = (x for x in printed if x.startswith("unpermute"))
     assert f"in 1 of {verdict.functions['unpermute'].cases} cases" in line
@@ -37,37 +37,19 @@ def test_a_blocked_function_says_in_how_many_cases_and_does_not_differ(book):
 
 @pytest.mark.parametrize("status", ["PASS", "WAIVED", "UNINFORMATIVE", "DECLARED_UNSUPPORTED", "NOT_OFFERED"])
 def test_what_is_not_wrong_does_not_fail(book, status):
-    assert (
-        book.all_pass("permute").section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, status).verdict().exit_code
-        == 0
-    )
+    assert book.judged("permute", status).verdict().exit_code == 0
 
 
 def test_an_error_of_the_harness_is_no_verdict_on_the_implementation(book):
-    book.all_pass("permute").section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, "ERROR", reason="KeyError: 'x'")
-    verdict = book.failure("ERROR").verdict()
+    verdict = book.judged("permute", "ERROR", reason="KeyError: 'x'").failure("ERROR").verdict()
     assert (verdict.exit_code, verdict.verdict) == (3, "HARNESS ERROR")
     assert verdict.functions["permute"].status == "not judged"
     assert "KeyError: 'x'" in verdict.problems[0]
     assert verdict.failures == []
 
 
-def test_an_error_of_the_harness_outweighs_a_failure(book):
-    assert (
-        book.all_pass("permute")
-        .section("drawn-permute-0", "permute", "FAIL", "ERROR", *["PASS"] * ENOUGH)
-        .verdict()
-        .exit_code
-        == 3
-    )
-
-
 def test_a_lost_result_is_an_error(book):
-    verdict = (
-        book.all_pass("permute")
-        .section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, scheduled=ENOUGH + 1)
-        .verdict()
-    )
+    verdict = book.judged("permute", scheduled=ENOUGH + 1).verdict()
     assert verdict.exit_code == 3
     assert f"{ENOUGH + 1} cases were scheduled and {ENOUGH} have a result" in verdict.problems[0]
 
@@ -89,8 +71,7 @@ def test_all_workers_are_added_up(book, tmp_path):
 
 def test_too_few_informative_cases_are_too_little(book):
     least = PROFILES["smoke"].minimum("permute")
-    book.all_pass("permute").section("drawn-permute-0", "permute", *["PASS"] * (least - 1), *["UNINFORMATIVE"] * ENOUGH)
-    verdict = book.verdict()
+    verdict = book.judged("permute", *["UNINFORMATIVE"] * ENOUGH, passed=least - 1).verdict()
     assert (verdict.exit_code, verdict.verdict) == (4, "TOO LITTLE TESTED")
     assert f"{least - 1} informative cases; the profile smoke asks for {least}" in verdict.problems[0]
     assert verdict.functions["permute"].status == "too little tested"
@@ -105,10 +86,7 @@ def test_what_cases_need_and_is_not_offered_is_said_where_too_few_run(book, pass
 
 
 def test_too_many_unsupported_cases_are_too_little(book):
-    book.all_pass("permute").section(
-        "drawn-permute-0", "permute", *["PASS"] * ENOUGH, *["DECLARED_UNSUPPORTED"] * (ENOUGH + 1)
-    )
-    verdict = book.verdict()
+    verdict = book.judged("permute", *["DECLARED_UNSUPPORTED"] * (ENOUGH + 1)).verdict()
     assert (verdict.exit_code, verdict.functions["permute"].status) == (4, "too little tested")
     assert "52% of the cases are declared unsupported; the profile smoke allows 50%" in verdict.problems[0]
 
@@ -136,13 +114,10 @@ def test_a_function_of_which_a_part_of_a_run_has_no_case_is_not_called_conforman
     verdict = book.section("drawn-permute-0", "permute", "PASS").verdict(is_complete=False)
     assert [verdict.functions[name].status for name in ("permute", "unpermute")] == ["conformant", "not run"]
     shown = "\n".join(lines(verdict))
-    assert (
-        f"   1 functions · 1 cases in {verdict.seconds:.0f} s" in shown
-        and f"{len(CONTRACTS) - 1} functions not run · 0 functions not offered" in shown
-    )
-    assert (
-        "permute             conformant · 1 cases" in shown and "unpermute           not run" not in shown
-    )  # one list says it of all of them
+    assert f"   1 functions · 1 cases in {verdict.seconds:.0f} s" in shown
+    assert f"{len(CONTRACTS) - 1} functions not run · 0 functions not offered" in shown
+    assert "permute             conformant · 1 cases" in shown
+    assert "unpermute           not run" not in shown  # one list says it of all of them
     names = shown.split("not run             ")[1]
     assert [name for name in CONTRACTS if name not in names.replace(",", " ").split()] == ["permute"]
     assert junit(verdict).count('message="not run"') == len(CONTRACTS) - 1
@@ -173,10 +148,10 @@ def test_an_interrupted_run_is_not_conformant_even_if_every_case_has_passed(book
     assert book.verdict(is_complete=is_complete).verdict == "CONFORMANT"
 
 
-@pytest.mark.parametrize(("status", "code"), [("FAIL", 1), ("ERROR", 3)])
-def test_what_an_interrupted_run_has_found_is_said(book, status, code):
-    verdict = book.section("drawn-permute-0", "permute", "PASS", status).verdict(interrupted="SIGTERM")
-    assert verdict.exit_code == code
+@pytest.mark.parametrize("interrupted", ["", "SIGTERM"])
+@pytest.mark.parametrize(("statuses", "code"), [(("FAIL",), 1), (("ERROR",), 3), (("FAIL", "ERROR"), 3)])
+def test_an_error_of_the_harness_outweighs_a_failure_and_both_an_interruption(book, statuses, code, interrupted):
+    assert book.judged("permute", *statuses).verdict(interrupted=interrupted).exit_code == code
 
 
 @pytest.mark.parametrize(("cases", "verdict", "code"), [(ENOUGH, "CONFORMANT", 0), (2, "INTERRUPTED", 4)])
@@ -231,9 +206,7 @@ def test_a_function_that_is_not_offered_is_not_held_against_it(tmp_path):
 
 
 def test_what_is_waived_is_counted(book):
-    book.all_pass("permute").section("drawn-permute-0", "permute", *["PASS"] * ENOUGH).section(
-        "corpus", "permute", "WAIVED", waiver="permute (me)"
-    )
+    book.judged("permute").section("corpus", "permute", "WAIVED", waiver="permute (me)")
     verdict = book.verdict(waivers=("permute (me)",))
     assert (verdict.exit_code, verdict.functions["permute"].counts["WAIVED"]) == (0, 1)
     assert "1 waived" in "\n".join(lines(verdict))

@@ -29,17 +29,11 @@ from conformance.engine.world.world import SILENCE_SECONDS, Member, end_of_silen
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.interface import UsageError
 from tests.engine.waiting import BACKSTOP_SECONDS, all_gone
-from tests.engine.world_fixtures import ShiftCase, forget, register
+from tests.engine.world_fixtures import ShiftCase
 
+pytestmark = pytest.mark.usefixtures("with_shift")
 HERE = (str(Path(__file__).parents[2]),)
 THREE = ShiftCase(function="shift", ranks=3, rows=2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _known() -> Iterator[None]:
-    register()
-    yield
-    forget()
 
 
 @contextmanager
@@ -149,10 +143,7 @@ def test_the_world_shrinks():
 
 def test_a_world_that_has_no_room_is_refused_with_a_sentence():
     outcome = outcome_of("RIGHT", ShiftCase(function="shift", ranks=9))
-    assert (outcome.status, outcome.reason) == (
-        "NOT_RUN",
-        "a world of 9 ranks: there is room for 4",
-    )
+    assert (outcome.status, outcome.reason) == ("NOT_RUN", "a world of 9 ranks: there is room for 4")
 
 
 UNDER_TORCHRUN = """
@@ -185,12 +176,16 @@ def test_under_torchrun_its_processes_are_the_ranks_and_one_that_dies_is_named_a
     assert second.startswith("CRASH rank 1 of 3: SIGABRT at ")
 
 
+def rank_0_of(ranks: int, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the first rank of torchrun."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+
+
 def test_a_port_that_is_taken_is_said_in_a_sentence(monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for name, value in rank.items():
-            monkeypatch.setenv(name, value)
+        port = taken.getsockname()[1]
+        rank_0_of(2, port, monkeypatch)
         assert main(["run", "--impl", "moe_ref", "--profile", "smoke", "--device", "cpu"]) == 2
     assert f"MASTER_PORT={port}: rank 0 cannot listen there, the port may be taken" in capfd.readouterr().err
 
@@ -204,13 +199,7 @@ def place(monkeypatch) -> Iterator[TorchrunRank]:
     monkeypatch.setattr(torchrun, "ARRIVAL_SECONDS", 4.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "3",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-    }.items():
-        monkeypatch.setenv(name, value)
+    rank_0_of(3, store.port, monkeypatch)
     rank = torchrun.torchrun_rank()
     assert rank
     yield rank
@@ -235,7 +224,6 @@ def calling(rank: int, place: TorchrunRank) -> None:
 
 
 def test_ranks_that_do_not_call_in_time_are_named_and_nothing_is_left_running(place, monkeypatch):
-    register()
     children = set(active_children())
     with Pool(ChildOptions("tests.engine.world_fixtures:RIGHT", "cpu", search=HERE)) as pool:
         pool.start()

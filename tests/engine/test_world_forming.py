@@ -2,7 +2,6 @@
 time, and nothing is left running.
 """
 
-from collections.abc import Iterator
 from multiprocessing import Pipe, get_context
 from pathlib import Path
 
@@ -16,28 +15,19 @@ from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import RankAddress
 from conformance.engine.world.world import Process, World
 from tests.engine.waiting import all_gone
-from tests.engine.world_fixtures import ShiftCase, forget, register
+from tests.engine.world_fixtures import ShiftCase
 
+pytestmark = pytest.mark.usefixtures("with_shift")
+FIXTURES = "tests.engine.world_fixtures"
 HERE = (str(Path(__file__).parents[2]),)
 THREE = ShiftCase(function="shift", ranks=3, rows=2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _known() -> Iterator[None]:
-    register()
-    yield
-    forget()
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
         ("OTHERWISE", "rank 1 differs from rank 0 in its functions: all ranks must run the same implementation"),
-        (
-            "NOBODY",
-            "rank 1 of 3 cannot join: --impl tests.engine.world_fixtures:NOBODY: "
-            "tests.engine.world_fixtures has no 'NOBODY'",
-        ),
+        ("NOBODY", f"rank 1 of 3 cannot join: --impl {FIXTURES}:NOBODY: {FIXTURES} has no 'NOBODY'"),
         ("DIES_AT_ONCE", "rank 1 of 3 died while the world was forming (SIGABRT at "),
         ("OF_ANOTHER_SUITE", "rank 1 made other inputs of the case than rank 0: all ranks must run the same suite"),
     ],
@@ -48,15 +38,9 @@ def test_a_rank_that_is_not_like_the_others_is_named_and_nothing_is_left_running
 
     def start() -> list[Process]:
         for rank in range(3):
-            options = ChildOptions(f"tests.engine.world_fixtures:{name if rank == 1 else 'RIGHT'}", "cpu", search=HERE)
-            started.append(
-                LocalRank(
-                    get_context("forkserver"),
-                    options,
-                    RankAddress(rank, 3, "127.0.0.1", store.port),
-                    str(tmp_path / f"{rank}.log"),
-                )
-            )
+            options = ChildOptions(f"{FIXTURES}:{name if rank == 1 else 'RIGHT'}", "cpu", search=HERE)
+            address, log = RankAddress(rank, 3, "127.0.0.1", store.port), str(tmp_path / f"{rank}.log")
+            started.append(LocalRank(get_context("forkserver"), options, address, log))
         processes.extend(held.process.pid for held in started)
         return [*started]
 
@@ -86,6 +70,7 @@ class Told:
 
 
 READY = ("ready", {"functions": {}, "versions": {}})
+OLDER = ("ready", {"functions": {}, "versions": {"torch": "1"}})
 
 
 @pytest.mark.parametrize(
@@ -93,14 +78,8 @@ READY = ("ready", {"functions": {}, "versions": {}})
     [
         ((), "rank 1 of 2 was not ready within 1 s (0.0 s of CPU time in "),
         ((READY,), "rank 1 of 2 was not formed within 1 s (0.0 s of CPU time in "),
-        (
-            (READY, ("unformed", "DistNetworkError: nobody there")),
-            "rank 1 of 2 cannot join: DistNetworkError: nobody there",
-        ),
-        (
-            (("ready", {"functions": {}, "versions": {"torch": "1"}}),),
-            "rank 1 differs from rank 0 in its versions: all ranks must run the same implementation",
-        ),
+        ((READY, ("unformed", "DistNetworkError: none")), "rank 1 of 2 cannot join: DistNetworkError: none"),
+        ((OLDER,), "rank 1 differs from rank 0 in its versions: all ranks must run the same implementation"),
     ],
 )
 def test_a_rank_that_does_not_come_is_waited_for_so_long_and_named(messages, sentence, monkeypatch):

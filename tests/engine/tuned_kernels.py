@@ -34,12 +34,6 @@ def sum_kernel(x_ptr, y_ptr, count, BLOCK: tl.constexpr, ADDED: tl.constexpr):
     tl.store(y_ptr + offsets, total + ADDED, mask=offsets < count)
 
 
-def oversized_kernel(x_ptr, y_ptr, count, BLOCK: tl.constexpr, ADDED: tl.constexpr):
-    tl.static_assert(BLOCK < 4096)
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + offsets, tl.load(x_ptr + offsets, mask=offsets < count), mask=offsets < count)
-
-
 def configs(*added: int, block: int = 64) -> list[triton.Config]:
     """A configuration for each number that it adds by mistake; the blocks differ."""
     return [triton.Config({"BLOCK": block << i, "ADDED": x}, num_warps=4 << i % 2) for i, x in enumerate(added)]
@@ -132,7 +126,6 @@ FIRST_WRONG = namespace(tuned(configs(1, 0, 0)))
 LONG = namespace(tuned(many(*[0] * 20)))  # more than one case judges
 LONG_LAST_WRONG = namespace(tuned(many(*[0] * 19, 1)))
 LAST_REFUSED = pruned(refusing_last, 0, 0, 1)
-ONE_TOO_LARGE = namespace(tuned([*configs(0, 0), triton.Config({"BLOCK": 4096, "ADDED": 0})], oversized_kernel))
 WITHOUT_DEVICE = pruned(asking_for_a_device, 0, 0, 0)
 LOOP = loop(0, 0, 0)
 LOOP_THIRD_WRONG = loop(0, 0, 1)

@@ -40,16 +40,13 @@ class Shift(Collective[ShiftCase]):
         return case.ranks
 
     def calls(self, case: ShiftCase) -> list[Problem]:
-        wanted, cotangents = (
-            (("x",), [{"out": payload(case.seed, f"d_out {r}", (case.rows, 3), "float32")} for r in range(case.ranks)])
-            if case.grads
-            else ((), [])
-        )
-        inputs = [payload(case.seed, f"x {r}", (case.rows, 3), "float32") for r in range(case.ranks)]
-        return [
-            Problem("shift", {"x": x}, wanted=wanted, cotangents=cotangents[r] if cotangents else {})
-            for r, x in enumerate(inputs)
-        ]
+        def drawn(name: str) -> list[Tensor]:
+            return [payload(case.seed, f"{name} {r}", (case.rows, 3), "float32") for r in range(case.ranks)]
+
+        if not case.grads:
+            return [Problem("shift", {"x": x}) for x in drawn("x")]
+        pairs = zip(drawn("x"), drawn("d_out"), strict=True)
+        return [Problem("shift", {"x": x}, wanted=("x",), cotangents={"out": d_out}) for x, d_out in pairs]
 
     def right(self, case: ShiftCase, calls: list[Problem], declared: Mapping[str, Any]) -> list[dict[str, Expectation]]:
         out: list[dict[str, Expectation]] = [{"out": Exact(calls[r - 1].required["x"])} for r in range(case.ranks)]

@@ -23,14 +23,8 @@ FEW_STRUCTURES = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(MANY_ROWS))
-def test_a_defect_of_many_rows_is_killed_by_the_cases_of_a_gpu(name):
-    (result,) = score_mutants("moe_ref", "planted", only=name, functions=("permute",), one_gpu=True)
-    assert (result.way, result.function) == ("value", "permute")
-
-
-@pytest.mark.parametrize(("name", "function"), FEW_STRUCTURES.items())
-def test_a_gpus_cases_have_classes_that_few_structures_leave_out(name, function):
+@pytest.mark.parametrize(("name", "function"), (FEW_STRUCTURES | dict.fromkeys(sorted(MANY_ROWS), "permute")).items())
+def test_a_gpus_cases_kill_defects_of_few_structures_and_of_many_rows(name, function):
     (result,) = score_mutants("moe_ref", "planted", only=name, functions=(function,), one_gpu=True)
     assert (result.way, result.function) == ("value", function)
 

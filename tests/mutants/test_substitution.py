@@ -36,33 +36,25 @@ def test_every_change_is_of_lines_that_occur_once_and_gives_python(name):
         assert state or not hunk.file.startswith("moe_ref/config/"), "a copy has the reference's own settings"
 
 
-def test_lines_that_are_not_there_are_refused_with_the_nearest_one():
-    with pytest.raises(ValueError, match=r"layer.py has no line 'x = 1'; the nearest is line 2: 'x = 2'"):
-        substituted("first\nx = 2\n", Hunk("layer.py", "x = 1\n", ""))
-    with pytest.raises(ValueError, match="it is empty"):
-        substituted("", Hunk("layer.py", "x = 1\n", ""))
+@pytest.mark.parametrize(
+    ("source", "old", "sentence"),
+    [
+        ("first\nx = 2\n", "x = 1\n", r"layer.py has no line 'x = 1'; the nearest is line 2: 'x = 2'"),
+        ("", "x = 1\n", "it is empty"),
+        ("    x = 1\n", "x = 1\n", "has no line 'x = 1'"),  # a part of a line is no line
+        *((source, "x = 1\n", "2 times, not once") for source in ("x = 1\nx = 1\n", "x = 1\ny = 1\nx = 1\n")),
+        ("x = 1\ny = 1\nz = 1\n", "x = 1\nz = 1\n", "0 times, not once, these lines together"),
+    ],
+)
+def test_lines_that_do_not_stand_there_once_and_together_are_refused(source, old, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        substituted(source, Hunk("layer.py", old, ""))
 
 
 def test_a_file_that_is_not_there_is_refused_with_the_nearest_one():
     defect = Substitution(header("ZZ01 permute: a title [a test]"), (Hunk("moe_ref/permutation/permut.py", "a\n", ""),))
     with pytest.raises(ValueError, match=r"ZZ01: there is no file .*; the nearest is moe_ref/permutation/permute.py"):
         in_a_copy(defect)
-
-
-@pytest.mark.parametrize("source", ["x = 1\nx = 1\n", "x = 1\ny = 1\nx = 1\n"])
-def test_lines_that_occur_twice_are_refused(source):
-    with pytest.raises(ValueError, match="2 times, not once"):
-        substituted(source, Hunk("layer.py", "x = 1\n", "x = 2\n"))
-
-
-def test_lines_that_stand_apart_are_refused():
-    with pytest.raises(ValueError, match="0 times, not once, these lines together"):
-        substituted("x = 1\ny = 1\nz = 1\n", Hunk("layer.py", "x = 1\nz = 1\n", ""))
-
-
-def test_a_part_of_a_line_is_no_line():
-    with pytest.raises(ValueError, match="has no line 'x = 1'"):
-        substituted("    x = 1\n", Hunk("layer.py", "x = 1\n", "x = 2\n"))
 
 
 def test_lines_between_the_changed_ones_stay(tmp_path):
@@ -110,9 +102,8 @@ def test_a_copy_takes_its_settings_from_the_reference():
 
 def test_each_kind_has_a_defect_and_an_unknown_kind_is_refused(tmp_path):
     lines = (FOLDER / "kinds.txt").read_text().splitlines()
-    assert {line.partition(" | ")[0].partition(": ")[0].strip() for line in lines if not line.startswith("#")} == set(
-        KINDS
-    )
+    kinds = (line.partition(" | ")[0] for line in lines if not line.startswith("#"))
+    assert {kind.partition(": ")[0].strip() for kind in kinds} == set(KINDS)
     (tmp_path / "kinds.txt").write_text("33-bit addresses | ZZ01 permute: a title [a test]\n")
     with pytest.raises(ValueError, match="there is no kind '33-bit addresses'"):
         list(of_kinds(tmp_path / "kinds.txt"))
