@@ -14,12 +14,14 @@ graph. Functions that have no contract, and those of parameters, which move no r
 import functools
 import inspect
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from conformance.catalogue import CONTRACTS, FAMILIES, NAMES
 from conformance.interface import imported
+from conformance.usage import UsageError, missing_module
 
 FORMS: dict[str, dict[str, Any]] = {"dynamic": {"dynamic": True}, "aot_eager": {"backend": "aot_eager"}}
 ANY_NUMBER = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # of shapes
@@ -54,6 +56,20 @@ def _compiled(function: Callable[..., Any], form: dict[str, Any]) -> Callable[..
     return call
 
 
+def _module(name: str) -> Any:
+    try:
+        return imported(name)
+    except ModuleNotFoundError as error:
+        raise UsageError(missing_module(f"conformance.compiled:{name}", error.name or name)) from None
+
+
+def _member(base: Any, name: str) -> Any:
+    """An attribute of a namespace, or a module of a package that has not been imported yet."""
+    if hasattr(base, "__path__") and not hasattr(base, name) and find_spec(f"{base.__name__}.{name}"):
+        return imported(f"{base.__name__}.{name}")
+    return getattr(base, name)
+
+
 class Compiled:
     """A namespace, or the way to one, whose functions are compiled in one form."""
 
@@ -67,7 +83,9 @@ class Compiled:
         if name.startswith("__") or name in NEEDS_RANKS:
             raise AttributeError(name)
         base = self.__dict__["_base"]
-        value = imported(name) if base is None else getattr(base, name)
+        if base is None and name in CONTRACTS:
+            raise UsageError("--impl conformance.compiled: it names no implementation to compile, as :my_kernels does")
+        value = _module(name) if base is None else _member(base, name)
         if inspect.ismodule(value):
             return Compiled(self._form, value)
         if name in CONTRACTS and name not in EAGER:

@@ -8,7 +8,7 @@ import moe_ref
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.engine.child.evaluate import evaluate
-from conformance.interface import Implementation, load
+from conformance.interface import Implementation, UsageError, load
 
 
 def status_of(implementation: Implementation, function: str) -> str:
@@ -45,3 +45,10 @@ def test_a_function_that_does_not_trace_whole_fails():
 def test_dispatchers_are_not_offered():
     implementation = load("conformance.compiled:moe_ref")
     assert implementation.offers("permute") and not implementation.offers("alltoall_dispatch")
+
+
+def test_what_cannot_be_compiled_is_named():
+    with pytest.raises(UsageError, match="there is no module 'my_kernel'"):
+        load("conformance.compiled:my_kernel")
+    with pytest.raises(UsageError, match="names no implementation"):
+        load("conformance.compiled:dynamic").offers("glu")
